@@ -1,0 +1,1 @@
+"""What the engine stands on: etcd, S3, local disks, and an in-memory store with etcd's semantics."""
