@@ -73,8 +73,8 @@ sglang-env: $(SGLANG_STAMP)  ## make .venv-sglang: the real SGLang server, on CP
 $(SGLANG_STAMP): | python
 	@echo "[sglang] environment in $(SGLANG_VENV): about five minutes, once"
 	@test -x $(SGLANG_VENV)/bin/pip || $(STEP) "[sglang] create $(SGLANG_VENV)" $(PYTHON) -m venv $(SGLANG_VENV)
-	@$(STEP) "[sglang] install $(TORCH)" $(SGLANG_VENV)/bin/pip install $(PIP_OPTIONS) $(TORCH_OPTIONS) '$(TORCH)'
-	@$(STEP) "[sglang] install its requirements" $(SGLANG_VENV)/bin/pip install $(PIP_OPTIONS) -r requirements/sglang.txt
+	@$(STEP) "[sglang] install $(TORCH)" $(SGLANG_VENV)/bin/pip install $(PIP_OPTIONS) $(TORCH_OPTIONS) --no-deps '$(TORCH)'
+	@$(STEP) "[sglang] install its requirements" $(SGLANG_VENV)/bin/pip install $(PIP_OPTIONS) '$(TORCH)' -r requirements/sglang.txt
 	@$(STEP) "[sglang] install the server" $(SGLANG_VENV)/bin/pip install $(PIP_OPTIONS) --no-deps -r requirements/sglang-nodeps.txt
 	@rm -f $(SGLANG_VENV)/.sglang-* && touch $@
 
