@@ -37,7 +37,7 @@ def main(label: str, command: list[str]) -> int:
         if not live:
             print(f"{label} ...", flush=True)
         while _still_running(process, LIVE_INTERVAL_SECONDS if live else QUIET_INTERVAL_SECONDS):
-            _show(label, time.monotonic() - started, lines[-1] if lines else "", live)
+            _show(label, time.monotonic() - started, _newest(lines), live)
         reader.join(timeout=5)
     except KeyboardInterrupt:
         process.terminate()
@@ -58,6 +58,10 @@ def _collect(process: subprocess.Popen[str], lines: list[str]) -> None:
     for line in process.stdout:
         if line.strip():
             lines.append(line.rstrip())
+
+
+def _newest(lines: list[str]) -> str:
+    return next((line for line in reversed(lines) if not line.startswith("WARNING")), "")
 
 
 def _still_running(process: subprocess.Popen[str], seconds: float) -> bool:
