@@ -276,7 +276,10 @@ class ExperienceBuffer:
                 self.check(caller, trainer=True)
                 self._check_lease_step(step, prefetch)
                 if key and (step, key) in self._index.leases:
-                    return self._read_or_requeue(self._index.leases[step, key], step) or []
+                    held = self._read_or_requeue(self._index.leases[step, key], step)
+                    if held is not None:
+                        return held
+                    self._entry_over(Kind.RELEASED, self._leased_for(step), step=step)  # lease anew
                 self._tidy()
                 leased = self._lease_now(step, count, key)
                 left = deadline - self._clock()

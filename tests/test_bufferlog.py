@@ -34,7 +34,7 @@ def test_entries_come_back_over_segments_and_reopening(tmp_path):
 
 
 def test_a_tail_torn_at_any_byte_is_cut_to_whole_entries(tmp_path):
-    """Every length of the file gives exactly the entries that lie wholly within it, and can be appended to."""
+    """Every length of the file gives exactly the entries wholly within it, and can be appended to."""
     ends = write(tmp_path, 6)
     (path,) = tmp_path.glob("log-*.seg")
     whole = path.read_bytes()
@@ -51,7 +51,7 @@ def test_a_tail_torn_at_any_byte_is_cut_to_whole_entries(tmp_path):
 
 
 def test_damage_before_the_tail_is_an_error_at_every_byte(tmp_path):
-    """A flipped bit anywhere but in the last entry is never taken for a torn tail, the length field included."""
+    """A flipped bit anywhere but in the last entry is never taken for a torn tail, lengths included."""
     ends = write(tmp_path, 6)
     (path,) = tmp_path.glob("log-*.seg")
     whole = path.read_bytes()

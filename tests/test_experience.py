@@ -274,6 +274,37 @@ def test_a_part_without_payloads_asks_for_the_samples_again(tmp_path):
         assert [item.ordinal for item in buffer.next_prompts(T1, 9)][:4] == [2, 3, 4, 5]
 
 
+def test_a_cut_works_across_filesystems(tmp_path, monkeypatch):
+    """Where no hard link is possible the files are copied, with the same digests."""
+
+    def refuse(*_):
+        raise OSError(18, "Invalid cross-device link")
+
+    with open_buffer(tmp_path / "live") as buffer:
+        buffer.fence(1)
+        generate(buffer, T1, 6)
+        train(buffer, T1, 1)
+        monkeypatch.setattr("os.link", refuse)
+        part = buffer.cut(1, tmp_path / "cut")
+        buffer.restore(tmp_path / "cut", part, 1)
+        assert train(buffer, T1, 2) == [2, 3]
+
+
+def test_a_damaged_payload_is_generated_again_and_not_trained(tmp_path):
+    """A blob that fails its checksum at the lease, also of a repeated one, goes back to dispatch, counted."""
+    with open_buffer(tmp_path) as buffer:
+        buffer.fence(1)
+        generate(buffer, T1, 4)
+        buffer.lease(T1, 1, 2, key="k")
+        (path,) = tmp_path.glob("*/pay-*")
+        raw = bytearray(path.read_bytes())
+        raw[5] ^= 1
+        path.write_bytes(raw)
+        assert [s.id.ordinal for s in buffer.lease(T1, 1, 2, key="k")] == [1, 2]
+        assert buffer.statistics()["again_by_reason"] == {"payload_lost": 1}
+        assert [item.ordinal for item in buffer.next_prompts(T1, 1)] == [0]
+
+
 def test_committed_deletes_only_what_no_later_cut_needs(tmp_path):
     """Payload files go after a committed cut; the columns are trimmed; a restore of that cut still works."""
     with open_buffer(tmp_path / "live", payload_file_bytes=64) as buffer:
