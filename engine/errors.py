@@ -19,6 +19,7 @@
     |-- StateMismatch           names, shapes or dtypes of two states differ
     |-- UnsupportedState        an object that cannot be saved without pickle
     |-- EngineFault             a rollout engine did anything but a proven success
+    |-- StagingBusy             every staging arena is in use: this save does not start
     `-- DeadlineExceeded        a wait ran out
 
 "No" and "don't know" are different answers: `Conflict` is a no, `Unavailable` is a don't know.
@@ -44,6 +45,7 @@ __all__ = [
     "Refused",
     "SlackwaterError",
     "SlotOccupied",
+    "StagingBusy",
     "StateMismatch",
     "StoreError",
     "StoreRewound",
@@ -150,6 +152,10 @@ class EngineFault(SlackwaterError):
     def __init__(self, message: str, reply: str = "") -> None:
         super().__init__(message)
         self.reply = reply
+
+
+class StagingBusy(SlackwaterError):
+    """Every staging arena is in use; this save does not start, and nothing was copied."""
 
 
 class DeadlineExceeded(SlackwaterError):
