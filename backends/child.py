@@ -32,6 +32,7 @@ _SHIM = (
 _PORTS = range(
     10_240, 22_000
 )  # with +10,000 still below the ports that the kernel hands to outgoing connections
+_PORT_WORDS = ("address already in use", "Port allocation failed")  # etcd's and weed's
 _living: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
 
 
@@ -168,7 +169,7 @@ class ChildProcess:
         if self.running():
             return
         tail = self.log.read_text(errors="replace")[-2000:]
-        if "address already in use" in tail:
+        if any(words in tail for words in _PORT_WORDS):
             raise PortTaken(f"{Path(self.argv[0]).name} could not bind its port: {tail[-300:]}")
         code = self._process.returncode if self._process is not None else None
         raise Unavailable(f"{Path(self.argv[0]).name} ended with code {code}: {tail}")

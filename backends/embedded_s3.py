@@ -19,6 +19,7 @@ __all__ = ["S3Server", "find_weed"]
 
 _START_ATTEMPTS = 5
 _GRPC_OFFSET = 10_000  # weed opens each port a second time at + 10,000
+_PROBE_KEY = ".slackwater-ready"
 
 
 def find_weed() -> Path:
@@ -136,6 +137,9 @@ class S3Server:
             child.check()
             try:
                 client.head_bucket(Bucket=self.bucket)
+                # The volumes come a moment after the bucket: only a written object shows them.
+                client.put_object(Bucket=self.bucket, Key=_PROBE_KEY, Body=b"ready")
+                client.delete_object(Bucket=self.bucket, Key=_PROBE_KEY)
             except (BotoCoreError, ClientError):  # not up yet, or the bucket is not made yet
                 return False
             return True
