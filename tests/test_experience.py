@@ -547,6 +547,14 @@ class KilledAnywhere(RuleBasedStateMachine):
         assert facts["outstanding"] <= facts["admission_limit"]
         assert facts["step"] == self.step
 
+    @rule()
+    def nothing_is_lost(self):
+        """Whoever answers all that is asked leaves nothing dispatched and nothing leased for ever."""
+        self.waiting += self.buffer.next_prompts(self.who, 1000)
+        self.buffer.land(self.who, [answer(name) for item in self.waiting for name in item.ids()])
+        counts = self.buffer.statistics()["counts"]
+        assert (counts["dispatched"], counts["again"], counts["leased"]) == (0, 0, 0)
+
     def teardown(self):
         if hasattr(self, "buffer"):
             self.buffer.close()
@@ -554,6 +562,6 @@ class KilledAnywhere(RuleBasedStateMachine):
 
 
 KilledAnywhere.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 test_random_work_and_kills_train_each_id_exactly_once = KilledAnywhere.TestCase
