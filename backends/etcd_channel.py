@@ -4,24 +4,22 @@ with deadlines.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 
 from ..engine.errors import AuthFailed, ConfigError, SlackwaterError, Unavailable
+from .etcd_address import is_ip, parse_endpoints, target_of
 from .etcd_errors import ForkedClient, is_stale_token, translate
 from .etcd_stubs import check_stub_owner, rpc
 
-__all__ = ["Address", "EtcdChannel", "parse_endpoints"]
+__all__ = ["EtcdChannel"]
 
 _OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.keepalive_time_ms", 10_000),  # pings more often than every 5 s earn a GOAWAY
@@ -40,70 +38,6 @@ _OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.service_config", json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})),
 )
 _RETRY_PAUSE_SECONDS = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where one member listens."""
-
-    host: str
-    port: int
-    tls: bool
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-def parse_endpoints(endpoints: Sequence[str]) -> tuple[Address, ...]:
-    """Read `host:port`, `http://host:port` or `https://host:port`; `ConfigError` names the bad one."""
-    if isinstance(endpoints, str) or not endpoints:
-        raise ConfigError("etcd endpoints: give a list with at least one host:port")
-    addresses = tuple(_parse(endpoint) for endpoint in endpoints)
-    if len({address.tls for address in addresses}) > 1:
-        raise ConfigError(f"etcd endpoints: http and https are mixed in {', '.join(endpoints)}")
-    return addresses
-
-
-def _parse(endpoint: str) -> Address:
-    scheme, separator, rest = endpoint.rpartition("://")
-    host, colon, port = rest.rstrip("/").rpartition(":")
-    if separator and scheme not in ("http", "https"):
-        raise ConfigError(f"etcd endpoint {endpoint!r}: the scheme must be http or https")
-    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not colon or not bare or not port.isdecimal() or not 0 < int(port) < 65_536:
-        raise ConfigError(f"etcd endpoint {endpoint!r} is not host:port")
-    if any(character in bare for character in "/@?# ") or (":" in bare and bare == host):
-        raise ConfigError(f"etcd endpoint {endpoint!r} is not host:port")
-    return Address(bare, int(port), scheme == "https")
-
-
-def _resolve(addresses: Sequence[Address]) -> str:
-    """The gRPC target: every member behind one name, so that round robin can go around a dead one."""
-    if len(addresses) == 1 and not _is_ip(addresses[0].host):
-        return f"dns:///{addresses[0]}"
-    found: list[tuple[int, str]] = []
-    for address in addresses:
-        try:
-            infos = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            raise Unavailable(f"etcd endpoint {address} has no address: {error}") from error
-        infos.sort(key=lambda info: info[0] != socket.AF_INET)
-        family, ip = infos[0][0], str(infos[0][4][0])
-        found.append(
-            (family, f"[{ip}]:{address.port}" if family == socket.AF_INET6 else f"{ip}:{address.port}")
-        )
-    if len({family for family, _ in found}) > 1:
-        raise ConfigError(f"etcd endpoints {', '.join(map(str, addresses))}: IPv4 and IPv6 are mixed")
-    kind = "ipv6" if found[0][0] == socket.AF_INET6 else "ipv4"
-    return f"{kind}:{','.join(text for _, text in found)}"
-
-
-def _is_ip(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def _read(path: str | Path | None, what: str) -> bytes | None:
@@ -176,10 +110,10 @@ class EtcdChannel:
             return self._channel
 
     def _open(self) -> grpc.Channel:
-        target, options = _resolve(self.addresses), list(_OPTIONS)
+        target, options = target_of(self.addresses), list(_OPTIONS)
         if not self.addresses[0].tls:
             return grpc.insecure_channel(target, options=options)
-        if len(self.addresses) > 1 or _is_ip(self.addresses[0].host):
+        if len(self.addresses) > 1 or is_ip(self.addresses[0].host):
             # One target has one name, whatever the number of members behind it.
             options.append(("grpc.ssl_target_name_override", self.addresses[0].host))
         credentials = grpc.ssl_channel_credentials(

@@ -13,8 +13,6 @@ from slackwater.backends.child import free_ports
 from slackwater.backends.embedded import EtcdCluster, S3Server
 from slackwater.backends.etcd import EtcdStore
 
-_LEFT_OUT = pytest.StashKey[dict[str, str]]()
-
 
 def etcd34_binary() -> Path | None:
     """Debian's etcd 3.4 (or the one that SLACKWATER_ETCD34 names), None when it is not installed."""
@@ -29,48 +27,55 @@ def sglang_python() -> Path | None:
     return path if path.is_file() else None
 
 
-# -- what is left out
-# --------------------------------------------------------------------------------------------
+# -- what is left out ---------------------------------------------------------------------------------------
+
+_PARTS = {
+    "etcd34": (etcd34_binary, "Debian's etcd 3.4 is not installed (apt-get install etcd-server)"),
+    "sglang": (sglang_python, "the SGLang environment is not there (make sglang-env)"),
+}
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_LEFT_OUT] = {}
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what needs a part that is not installed, and remember it by name."""
-    missing = {}
-    if etcd34_binary() is None:
-        missing["etcd34"] = "Debian's etcd 3.4 is not installed (apt-get install etcd-server)"
-    if sglang_python() is None:
-        missing["sglang"] = "the SGLang environment is not there (make sglang-env)"
-    for item in items:
-        for marker, reason in missing.items():
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a part that is not installed here."""
+    for marker, (find, reason) in _PARTS.items():
+        if find() is not None:
+            continue
+        for item in items:
             if item.get_closest_marker(marker) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
-                config.stash[_LEFT_OUT][item.nodeid] = reason
+
+
+def _left_out(config: pytest.Config) -> dict[str, list[str]]:
+    """The skipped tests by missing part, read from the reports so that parallel workers' count too."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    found: dict[str, list[str]] = {}
+    for report in reporter.stats.get("skipped", ()) if reporter is not None else ():
+        for _, reason in _PARTS.values():
+            if reason in str(report.longrepr):
+                found.setdefault(reason, []).append(report.nodeid)
+    return found
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    left_out = config.stash[_LEFT_OUT]
+    """List by name what this run has not shown."""
+    left_out = _left_out(config)
     if not left_out:
         return
     terminalreporter.section("left out: not installed here")
-    for reason in sorted(set(left_out.values())):
-        names = [name for name, why in left_out.items() if why == reason]
+    for reason, names in sorted(left_out.items()):
         terminalreporter.write_line(f"{reason}: {len(names)} tests")
-        for name in names:
+        for name in sorted(names):
             terminalreporter.write_line(f"  {name}")
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """In CI nothing is left out: a missing part fails the run."""
-    if session.config.stash[_LEFT_OUT] and os.environ.get("CI") == "true" and exitstatus == 0:
+    on_worker = hasattr(session.config, "workerinput")
+    if os.environ.get("CI") == "true" and not on_worker and exitstatus == 0 and _left_out(session.config):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-# -- servers
-# -------------------------------------------------------------------------------------------------------
+# -- servers -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")

@@ -47,8 +47,7 @@ def retry_until_done(store: StateStore, key: str, timeout_seconds: float = 20.0)
     return False
 
 
-# -- arguments
-# -----------------------------------------------------------------------------------------------------
+# -- arguments ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -156,8 +155,7 @@ def test_forked_child_is_refused_by_name(etcd: EtcdCluster) -> None:
     assert issubclass(ForkedClient, ConfigError)
 
 
-# -- members that die
-# ----------------------------------------------------------------------------------------------
+# -- members that die --------------------------------------------------------------------------------------
 
 
 def test_member_killed_under_load_then_quorum_lost_and_back(etcd3members: EtcdCluster) -> None:
@@ -274,8 +272,7 @@ def test_compaction_under_a_late_watch_and_under_a_live_one(own_etcd: EtcdCluste
     store.close()
 
 
-# -- a store that is full, restored, replaced
-# ----------------------------------------------------------------------
+# -- a store that is full, restored, replaced --------------------------------------------------------------
 
 
 def fill(store: StateStore, key: str) -> None:
@@ -376,8 +373,7 @@ def test_another_cluster_on_the_same_address_is_noticed(tmp_path: Path) -> None:
         writer.close()
 
 
-# -- users and tokens
-# ----------------------------------------------------------------------------------------------
+# -- users and tokens --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -464,8 +460,7 @@ def test_user_on_an_open_server_is_let_in(etcd: EtcdCluster) -> None:
     store.close()
 
 
-# -- every error has a place in the tree
-# ---------------------------------------------------------------------------
+# -- every error has a place in the tree -------------------------------------------------------------------
 
 
 def test_every_grpc_code_is_mapped() -> None:

@@ -67,8 +67,7 @@ def eventually(condition: Callable[[], bool], timeout_seconds: float = 10.0) -> 
     return True
 
 
-# -- keys and revisions
-# --------------------------------------------------------------------------------------------
+# -- keys and revisions ------------------------------------------------------------------------------------
 
 
 def test_absent_key_is_none_and_range_is_empty(any_store: AnyStore, root: str) -> None:
@@ -153,8 +152,7 @@ def test_large_values_come_back_in_one_range(any_store: AnyStore, root: str) -> 
     delete(any_store, root + "big/", prefix=True)
 
 
-# -- guards
-# --------------------------------------------------------------------------------------------------------
+# -- guards ------------------------------------------------------------------------------------------------
 
 
 def test_failed_compare_writes_nothing(any_store: AnyStore, root: str) -> None:
@@ -239,8 +237,7 @@ def test_counter_without_holes(any_store: AnyStore, root: str) -> None:
         assert sorted(pool.map(allocate, range(60))) == list(range(1, 61))
 
 
-# -- refusals (case E9)
-# --------------------------------------------------------------------------------------------
+# -- refusals (case E9) ------------------------------------------------------------------------------------
 
 
 def test_E9_more_than_128_operations_are_refused(any_store: AnyStore, root: str) -> None:
@@ -290,8 +287,7 @@ def test_empty_key_is_refused(any_store: AnyStore) -> None:
         put(any_store, "")
 
 
-# -- leases
-# --------------------------------------------------------------------------------------------------------
+# -- leases ------------------------------------------------------------------------------------------------
 
 
 def test_revoke_deletes_the_keys_in_one_revision(any_store: AnyStore, root: str) -> None:
@@ -377,8 +373,7 @@ def test_unrenewed_lease_expires(any_store: AnyStore, root: str) -> None:
     assert any_store.keep_alive(lease) == 0.0
 
 
-# -- watches
-# -------------------------------------------------------------------------------------------------------
+# -- watches -----------------------------------------------------------------------------------------------
 
 
 def test_watch_delivers_history_and_news_in_order(any_store: AnyStore, root: str) -> None:
