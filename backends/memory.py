@@ -51,7 +51,7 @@ class MemoryStore:
 
     Leases expire by `clock` (monotonic seconds). With `auto_expire` every call first applies what has
     expired; without it only `expire()` does, as a real etcd that is late, but a renewal never revives an
-    expired lease. `lease_ids` yields the ids of granted leases (deterministic in a simulator).
+    expired lease. Lease ids count up from `first_lease`, so that a simulator is deterministic.
     """
 
     def __init__(
