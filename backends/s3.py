@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import boto3
 from botocore.config import Config
 
-from ..engine.digest import base64_of_crc, crc64nvme, crc_of_base64, crc_text, parse_crc
+from ..engine.digest import base64_of_crc, crc64nvme, crc_of_base64, crc_text
 from ..engine.errors import Conflict, CorruptCheckpoint, NotFound, StoreError, Unavailable
 from ..engine.manifest import FileEntry
 from ..engine.ports import ObjectInfo
@@ -247,8 +247,3 @@ class S3Store:
         """Release connections; idempotent."""
         if "client" in self.__dict__:
             self.client.close()
-
-
-def crc_of_entry(entry: FileEntry) -> int | None:
-    """The whole-file CRC64NVME of an entry, None when its digest is of another kind."""
-    return parse_crc(entry.digest) if entry.digest.startswith("crc64nvme:") else None
