@@ -25,6 +25,7 @@ __all__ = [
     "ShardEntry",
     "TensorEntry",
     "VersionVector",
+    "attempt_path",
     "check_path",
     "decode_json",
     "decode_manifest",
@@ -204,6 +205,12 @@ def check_path(path: str, what: str = "path") -> str:
     if len(path) > 1024 or not all(_SEGMENT.fullmatch(segment) for segment in segments):
         raise CorruptCheckpoint(f"{what}: {path[:200]!r} is not a plain relative path", path[:200])
     return path
+
+
+def attempt_path(header: Header) -> str:
+    """`<job>/<job_uid>/t<T>/s<step>-r<round>-<attempt>`: the directory of an attempt, the same on both tiers."""
+    name = f"s{header.vector.training_step}-r{header.round}-{header.attempt}"
+    return check_path(f"{header.job}/{header.job_uid}/t{header.timeline}/{name}")
 
 
 def merge_manifest(header: Header, parts: Iterable[Part]) -> Manifest:

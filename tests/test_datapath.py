@@ -35,6 +35,7 @@ from slackwater.engine.manifest import (
     Manifest,
     Part,
     VersionVector,
+    attempt_path,
     decode_manifest,
     encode_json,
     merge_manifest,
@@ -426,6 +427,14 @@ def test_typed_json_refuses_by_path() -> None:
     ):
         with pytest.raises(CorruptCheckpoint):
             decode_state(hostile, {}.__getitem__)
+
+
+def test_attempt_paths_cannot_leave_their_place(tmp_path: Path) -> None:
+    """The path names job, life, timeline and attempt; a hostile job name is refused."""
+    manifest = save({"w": torch.ones(2)}, tmp_path)
+    assert attempt_path(manifest) == "j/u/t1/s1-r1-a"
+    with pytest.raises(CorruptCheckpoint):
+        attempt_path(msgspec.structs.replace(manifest, job=".."))
 
 
 def test_checksums_combine() -> None:
