@@ -208,7 +208,9 @@ def check_path(path: str, what: str = "path") -> str:
 
 
 def attempt_path(header: Header) -> str:
-    """`<job>/<job_uid>/t<T>/s<step>-r<round>-<attempt>`: the directory of an attempt, the same on both tiers."""
+    """`<job>/<job_uid>/t<T>/s<step>-r<round>-<attempt>`: the directory of an attempt, the same on both
+    tiers.
+    """
     name = f"s{header.vector.training_step}-r{header.round}-{header.attempt}"
     return check_path(f"{header.job}/{header.job_uid}/t{header.timeline}/{name}")
 
