@@ -52,8 +52,8 @@ class Buffer(Protocol):
         """A checkpoint of this step is committed: what only older cuts needed may go. Idempotent."""
         ...
 
-    def restore(self, directory: Path, part: BufferPart, timeline: int) -> None:
-        """Become what was cut, for `timeline` (which `fence` has named before). All or nothing, also when
+    def restore(self, directory: Path, part: BufferPart | None, timeline: int) -> None:
+        """Become what was cut (None: empty, as at the job's birth), for `timeline` (which `fence` has named before). All or nothing, also when
         killed.
 
         Verifies every file against the part first: `CorruptCheckpoint` when one is missing or differs.

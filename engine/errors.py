@@ -130,7 +130,12 @@ class StateMismatch(SlackwaterError):
     """Two states differ in names, shapes or dtypes; nothing was loaded."""
 
     def __init__(
-        self, message: str, *, missing: Sequence[str] = (), unexpected: Sequence[str] = (), changed: Sequence[str] = ()
+        self,
+        message: str,
+        *,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        changed: Sequence[str] = (),
     ) -> None:
         super().__init__(message)
         self.missing = tuple(missing)
