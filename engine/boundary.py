@@ -67,9 +67,9 @@ def _boundary(view: View, me: TrainerState, config: JobConfig, limit: int) -> Di
         if me.step - freeze.step >= limit:
             return Directive("hold", f"round {freeze.round} is frozen since step {freeze.step}")
         return _lag(view, me, limit, frozen=True) or _holds(view)
-    if round_ is not None and round_.phase == "prepare" and round_.timeline == me.timeline:
-        if me.step >= round_.not_before_step and not me.refused:
-            return Directive("cut", round=round_.round, token=view.create(view.keys.round))
+    announced = round_ is not None and round_.phase == "prepare" and round_.timeline == me.timeline
+    if announced and round_ is not None and me.step >= round_.not_before_step and not me.refused:
+        return Directive("cut", round=round_.round, token=view.create(view.keys.round))
     due = me.step - me.published_step >= config.weights.publish_every_steps
     if due and me.step > me.published_step and not me.refused:
         return Directive("publish")

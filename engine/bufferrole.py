@@ -95,7 +95,7 @@ class BufferRole:
         elif recovery.phase == "restore" and (ack.phase == "fence" or ack.checkpoint != recovery.checkpoint):
             self._restore(view, recovery)
         elif recovery.phase == "freshness" and ack.phase == "restore":
-            self._freshen(view, recovery, ack)
+            self._freshen(view, ack)
 
     def _restore(self, view: View, recovery: Recovery) -> None:
         me = self.membership
@@ -132,7 +132,7 @@ class BufferRole:
         else:
             self.buffer.restore(found[0], found[1], recovery.recovery)
 
-    def _freshen(self, view: View, recovery: Recovery, ack: Ack) -> None:
+    def _freshen(self, view: View, ack: Ack) -> None:
         head = view.head
         step = head.step if head is not None else 0
         report = self.buffer.apply_freshness(view.step_map(), step)

@@ -121,7 +121,7 @@ class RolloutRole:
         standing = me.standing(view)
         if standing == "replaced" or me.beat.lost:
             raise Fenced(f"{me.name}: this life is over: {me.beat.lost or 'replaced or declared failed'}")
-        self._watch(view)
+        self._watch()
         if not me.beat.alive():
             return  # nothing outside may change; the route ends with the lease
         if standing == "fenced":
@@ -139,7 +139,7 @@ class RolloutRole:
         elif self._clock() >= self._not_before:
             self._catch_up(view, head.version)
 
-    def report(self, view: View) -> None:
+    def report(self) -> None:
         """Tell the beat what we are doing."""
         self.membership.report(
             Alive(
@@ -152,7 +152,7 @@ class RolloutRole:
 
     # -- the engine's own health ---------------------------------------------------------------------------
 
-    def _watch(self, view: View) -> None:
+    def _watch(self) -> None:
         try:
             status = self.engine.status()
         except EngineGone as error:
@@ -165,19 +165,19 @@ class RolloutRole:
                 ) from error
             return
         self._answered_at = self._clock()
-        self._compare(view, status)
+        self._compare(status)
 
-    def _compare(self, view: View, status: EngineStatus) -> None:
+    def _compare(self, status: EngineStatus) -> None:
         restarted = bool(status.start_id) and bool(self.start_id) and status.start_id != self.start_id
         self.start_id = status.start_id or self.start_id
         if not self.proven:
             return
         if restarted:
-            self._quarantine(view, "the engine was restarted")
+            self._quarantine("the engine was restarted")
         elif status.label != self.label:
-            self._quarantine(view, f"the engine is labelled {status.label!r}, not {self.label!r}")
+            self._quarantine(f"the engine is labelled {status.label!r}, not {self.label!r}")
 
-    def _quarantine(self, view: View, reason: str) -> None:
+    def _quarantine(self, reason: str) -> None:
         """Take the route at once; only a full, proven load brings it back."""
         self.proven = 0
         self.note = reason[:500]
@@ -186,7 +186,7 @@ class RolloutRole:
         self._not_before = self._clock() + self._wait_seconds
         self._wait_seconds = min(2 * self._wait_seconds, _LONGEST_WAIT_SECONDS)
         self.state = "idle"
-        self.report(view)
+        self.report()
 
     def _drop_route(self) -> None:
         me = self.membership
@@ -201,7 +201,7 @@ class RolloutRole:
             raise Fenced(f"{self.membership.name}: timeline {view.timeline} began and ended without us")
         self.proven = 0
         self.state = "syncing"
-        self.report(view)
+        self.report()
         try:
             self.engine.pause("abort")
             self.engine.flush(_FLUSH_SECONDS)
@@ -219,10 +219,10 @@ class RolloutRole:
         if record is None:
             return
         self.state = "syncing"
-        self.report(view)
+        self.report()
         try:
             image = self._prepare(record)
-            self._load(view, record, image)
+            self._load(record, image)
         except EngineGone as error:
             self._drop_route()
             raise EngineLost(
@@ -230,12 +230,12 @@ class RolloutRole:
             ) from error
         except (EngineFault, StateMismatch, CorruptCheckpoint, NotFound, Unavailable) as error:
             reply = getattr(error, "reply", "")
-            self._quarantine(view, f"version {version}: {error}" + (f" (reply: {reply})" if reply else ""))
+            self._quarantine(f"version {version}: {error}" + (f" (reply: {reply})" if reply else ""))
             return
         self.note, self._wait_seconds = "", _FIRST_WAIT_SECONDS
         self._route(view, version)
         self.state = "rollout_in_progress"
-        self.report(view)
+        self.report()
 
     def _prepare(self, record: WeightVersion) -> Path:
         """Pin, fetch and verify while the engine goes on generating."""
@@ -247,7 +247,7 @@ class RolloutRole:
         self.engine.check_image(image)
         return image
 
-    def _load(self, view: View, record: WeightVersion, image: Path) -> None:
+    def _load(self, record: WeightVersion, image: Path) -> None:
         """The short pause: update, flush, continue, prove. Continue is always sent."""
         me = self.membership
         label = self.label_of(me.timeline, record.version)

@@ -203,7 +203,7 @@ def _seal(view: View, round_: Round, elapsed: float, config: JobConfig) -> Actio
         return abort(view, round_, problem)
     votes = view.votes(round_.round)
     seal = votes.get(TRAINER)
-    if seal is None or not _counts(view, round_, TRAINER, seal) or seal.state != "sealed":
+    if seal is None or not _counts(round_, TRAINER, seal) or seal.state != "sealed":
         registered = view.participant(TRAINER)
         if registered is None or registered.incarnation != round_.voters.get(TRAINER):
             return abort(view, round_, "the trainer was replaced before it sealed the manifest")
@@ -282,7 +282,7 @@ def _answer(view: View, round_: Round, state: str, answer: str) -> list[Op]:
 # -- votes -------------------------------------------------------------------------------------------------
 
 
-def _counts(view: View, round_: Round, name: str, vote: Vote) -> bool:
+def _counts(round_: Round, name: str, vote: Vote) -> bool:
     """Whether a vote is for this round's cut, by the very incarnation that was made a voter."""
     return (
         vote.incarnation == round_.voters.get(name)
@@ -294,9 +294,7 @@ def _counts(view: View, round_: Round, name: str, vote: Vote) -> bool:
 
 def _voted(view: View, round_: Round, states: tuple[str, ...]) -> set[str]:
     votes = view.votes(round_.round)
-    return {
-        name for name, vote in votes.items() if vote.state in states and _counts(view, round_, name, vote)
-    }
+    return {name for name, vote in votes.items() if vote.state in states and _counts(round_, name, vote)}
 
 
 def _failed_vote(view: View, round_: Round) -> str:
