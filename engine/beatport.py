@@ -39,7 +39,10 @@ class BeatPort(Protocol):
         ...
 
     def adopt(self, registered: Registered, alive: Alive) -> None:
-        """From now on keep this registration's liveness key, beginning with `alive`; again after each acknowledgement."""
+        """From now on keep this registration's liveness key, beginning with `alive`.
+
+        Called again after each acknowledgement of a timeline.
+        """
         ...
 
     def report(self, alive: Alive) -> None:

@@ -53,10 +53,10 @@ class Buffer(Protocol):
         ...
 
     def restore(self, directory: Path, part: BufferPart | None, timeline: int) -> None:
-        """Become what was cut (None: empty, as at the job's birth), for `timeline` (which `fence` has named before). All or nothing, also when
-        killed.
+        """Become what was cut (None: empty, as at the job's birth), for `timeline`, which `fence` named before.
 
-        Verifies every file against the part first: `CorruptCheckpoint` when one is missing or differs.
+        All or nothing, also when killed. Verifies every file against the part first: `CorruptCheckpoint` when one
+        is missing or differs.
         """
         ...
 

@@ -10,9 +10,9 @@ import msgspec
 from .action import Action, delete, put
 from .config import JobConfig
 from .liveness import decide_liveness
-from .model import Checkpoint, Hold, Request, Serving, Upload
+from .model import Checkpoint, Hold, Serving, Upload
 from .recovery import decide_recovery
-from .rounds import abort, decide_round
+from .rounds import decide_round
 from .view import FirstSeen, View
 from .wishes import decide_requests
 
@@ -30,7 +30,7 @@ def decide(view: View, seen: FirstSeen, now: float, config: JobConfig) -> list[A
     recovery = decide_recovery(view, seen, now, config)
     actions += recovery
     if not recovery:
-        actions += decide_requests(view, config)
+        actions += decide_requests(view, seen, now, config)
         actions += decide_round(view, seen, now, config)
     actions += _hold_min_rollouts(view, config)
     actions += _serving(view)
@@ -83,14 +83,3 @@ def _durable(view: View) -> list[Action]:
             log = ("durable", text, {"checkpoint": upload.checkpoint})
             actions.append(Action("durable", guards, (put(key, durable), delete(upload_key)), log))
     return actions
-
-
-def closed_requests(view: View) -> list[str]:
-    """Keys of requests that have their answer; the coordinator trims them after a day."""
-    found = view.under(view.keys.requests, Request)
-    return [
-        view.keys.requests + uuid for uuid, request in found.items() if request.state in ("done", "refused")
-    ]
-
-
-__all__ += ["abort", "closed_requests"]

@@ -90,15 +90,18 @@ def fence(view: View, cause: str, target: int = 0, request: str = "") -> Action:
     head = view.head or WeightHead(version=0, step=0, timeline=0)
     previous = view.recovery
     attempts = previous.attempts + 1 if previous is not None and previous.checkpoint else 0
+    if previous is not None and not target:
+        # The operator's wish survives a trainer that dies while it is being granted.
+        target, request = previous.target, previous.request
     lineage = Lineage(timeline=timeline, parent=parent, head_at_fence=head.version, cause=cause)
     record = Recovery(
         recovery=timeline,
         cause=cause,
         target=target,
         request=request,
-        attempts=0 if target else attempts,
-        checkpoint=previous.checkpoint if previous is not None and not target else 0,
-        skipped=previous.skipped if previous is not None and not target else {},
+        attempts=attempts,
+        checkpoint=previous.checkpoint if previous is not None else 0,
+        skipped=previous.skipped if previous is not None else {},
     )
     compares = (view.same(keys.timeline), view.same(keys.recovery), view.same(keys.participant(TRAINER)))
     ops: tuple[Op, ...] = (

@@ -45,7 +45,8 @@ def bootstrap(store: StateStore, config: JobConfig, *, create: bool = True) -> C
         ]
         if present:
             raise Refused(
-                f"job {config.job!r} has no configuration but {len(present)} keys ({present[0]}): use `slackwater rebuild`"
+                f"job {config.job!r} has no configuration but {len(present)} keys ({present[0]}): "
+                "use `slackwater rebuild`"
             )
         try:
             store.txn(_birth(keys, config))

@@ -10,23 +10,46 @@ from .model import Checkpoint, Hold, Request, RoundHead, Sampling
 from .ports import Compare, Op
 from .recovery import fence
 from .rounds import next_round
-from .view import View
+from .view import FirstSeen, View
 
 __all__ = ["decide_requests"]
 
 
-def decide_requests(view: View, config: JobConfig) -> list[Action]:
-    """At most one new request, the oldest first, so that each sees the effect of the one before."""
+_TRIM_SECONDS = 24 * 3600.0
+
+
+def decide_requests(view: View, seen: FirstSeen, now: float, config: JobConfig) -> list[Action]:
+    """At most one new request, the oldest first, so that each sees the effect of the one before.
+
+    Also closes what lost its round, and trims what was answered a day ago.
+    """
+    requests = view.under(view.keys.requests, Request)
     waiting = [
         (view.create(view.keys.requests + uuid), uuid, request)
-        for uuid, request in view.under(view.keys.requests, Request).items()
+        for uuid, request in requests.items()
         if request.state == "new"
     ]
     if not waiting:
-        return []
+        return _tidy(view, seen, now, requests)
     _, uuid, request = min(waiting)
     action = _grant(view, uuid, request, config)
     return [] if action is None else [action]
+
+
+def _tidy(view: View, seen: FirstSeen, now: float, requests: dict[str, Request]) -> list[Action]:
+    round_, recovery = view.round, view.recovery
+    open_ones = {
+        round_.request if round_ is not None else "",
+        recovery.request if recovery is not None else "",
+    }
+    for uuid, request in requests.items():
+        key = view.keys.requests + uuid
+        if request.state == "accepted" and uuid not in open_ones:
+            text = "its round was aborted or its recovery was replaced; `slackwater log` says why"
+            return [_close(view, uuid, request, "refused", text, (), (view.keys.round, view.keys.recovery))]
+        if request.state in ("done", "refused") and seen.elapsed(key, view.mod(key), now) >= _TRIM_SECONDS:
+            return [Action("trim request", (view.same(key),), (delete(key),))]
+    return []
 
 
 def _grant(view: View, uuid: str, request: Request, config: JobConfig) -> Action | None:
