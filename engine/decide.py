@@ -12,6 +12,7 @@ from .config import JobConfig
 from .liveness import decide_liveness
 from .model import Checkpoint, Hold, Serving, Upload
 from .recovery import decide_recovery
+from .retention import decide_retention
 from .rounds import decide_round
 from .view import FirstSeen, View
 from .wishes import decide_requests
@@ -35,6 +36,7 @@ def decide(view: View, seen: FirstSeen, now: float, config: JobConfig) -> list[A
     actions += _hold_min_rollouts(view, config)
     actions += _serving(view)
     actions += _durable(view)
+    actions += decide_retention(view, config)
     return actions
 
 

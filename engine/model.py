@@ -272,7 +272,7 @@ class Upload(Record, frozen=True, kw_only=True):
 
     checkpoint: int
     incarnation: str
-    state: Literal["uploading", "done", "failed"] = "uploading"
+    state: Literal["uploading", "done", "failed", "removed"] = "uploading"
     bytes_done: int = 0
     bytes_total: int = 0
     remote: str = ""
