@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from .action import put
-from .errors import Conflict, LeaseLost, NoSpace, SlackwaterError, Unavailable
+from .errors import LeaseLost, NoSpace, SlackwaterError, Unavailable
 from .keys import Keys
 from .model import Alive, Health, Participant, decode
 from .ports import KV, Compare, StateStore, Txn
@@ -98,7 +98,7 @@ class Beat:
             self._session.renew()
         except LeaseLost as error:
             self._regain(str(error), alive)
-        if not self._lost and self._alive_create:
+        if not self._lost and self._alive_create > 0:
             self._beats_since_write += 1
             try:
                 self._rewrite(alive)
@@ -129,47 +129,43 @@ class Beat:
         if not self._alive_create:
             self._lost = reason
             return
-        self._alive_create = 0
+        self._alive_create = -1  # none that we may rely on, until the transaction below has put it there
         try:
             self._session = self._new_session()
-            lease = self._session.open()
-            key, health_key = self._keys.participant(self._name), self._keys.health(self._name)
-            registered, health = self._store.get(key), self._store.get(health_key)
-            if registered is None or registered.mod_revision != self._registration[0]:
-                self._lost = f"{reason}; the slot was taken over meanwhile"
-                return
-            if decode(Participant, registered.value, key).ended or _failed(health, self._registration[1]):
-                self._lost = f"{reason}; declared failed meanwhile"
-                return
-            alive_key = self._keys.alive(self._name)
-            result = self._store.txn(
-                Txn(
-                    (
-                        Compare(alive_key, "create", "=", 0),
-                        Compare(key, "mod", "=", self._registration[0]),
-                        Compare(self._keys.timeline, "mod", "=", self._timeline_mod),
-                        Compare(health_key, "mod", "=", health.mod_revision if health is not None else 0),
-                    ),
-                    (put(alive_key, alive, lease),),
-                )
-            )
+            self._lost = self._take_lease(reason, self._session.open(), alive)
         except Unavailable:
-            self._alive_create = -1  # etcd is away: try again at the next beat
-            return
-        except (Conflict, LeaseLost, SlackwaterError) as error:
+            pass  # etcd is away: tried again at the next beat
+        except SlackwaterError as error:
             self._lost = f"{reason}; {error}"
-            return
-        if result.succeeded:
-            self._alive_create, self._written = result.revision, alive
-        else:
-            self._regain_again(alive_key, alive)
 
-    def _regain_again(self, alive_key: str, alive: Alive) -> None:
-        kv = self._store.get(alive_key)
-        if kv is not None and decode(Alive, kv.value, alive_key).incarnation == alive.incarnation:
-            self._alive_create = -1  # our own key under the old lease, about to expire: once more
-        else:
-            self._lost = "a recovery began while the lease was lost"
+    def _take_lease(self, reason: str, lease: int, alive: Alive) -> str:
+        """Put the liveness key under a new lease; returns why that is not allowed, or ""."""
+        key, health_key = self._keys.participant(self._name), self._keys.health(self._name)
+        alive_key = self._keys.alive(self._name)
+        registered, health = self._store.get(key), self._store.get(health_key)
+        if registered is None or registered.mod_revision != self._registration[0]:
+            return f"{reason}; the slot was taken over meanwhile"
+        if decode(Participant, registered.value, key).ended or _failed(health, self._registration[1]):
+            return f"{reason}; declared failed meanwhile"
+        # The key may still be there under the old lease (etcd prolongs leases when its leader changes).
+        old = self._store.get(alive_key)
+        if old is not None and decode(Alive, old.value, alive_key).incarnation != alive.incarnation:
+            return f"{reason}; another incarnation is alive"
+        created = old.create_revision if old is not None else 0
+        compares = (
+            Compare(alive_key, "create", "=", created),
+            Compare(key, "mod", "=", self._registration[0]),
+            Compare(self._keys.timeline, "mod", "=", self._timeline_mod),
+            Compare(health_key, "mod", "=", health.mod_revision if health is not None else 0),
+        )
+        result = self._store.txn(Txn(compares, (put(alive_key, alive, lease),)))
+        if result.succeeded:
+            self._alive_create, self._written = created or result.revision, alive
+            return ""
+        timeline = self._store.get(self._keys.timeline)
+        if timeline is None or timeline.mod_revision != self._timeline_mod:
+            return f"{reason}; a recovery began meanwhile"
+        raise Unavailable(f"{self._name}: the liveness key changed under us; tried again at the next beat")
 
 
 def _failed(kv: KV | None, incarnation: str) -> bool:

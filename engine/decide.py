@@ -9,6 +9,7 @@ import msgspec
 
 from .action import Action, delete, put
 from .config import JobConfig
+from .keys import TRAINER
 from .liveness import decide_liveness
 from .model import Checkpoint, Hold, Serving, Upload
 from .recovery import decide_recovery
@@ -45,12 +46,14 @@ def _hold_min_rollouts(view: View, config: JobConfig) -> list[Action]:
     key = keys.hold("min_rollouts")
     routes, wanted = len(view.routes()), config.weights.min_rollouts
     held = key in view.kvs
-    if routes < wanted and not held and view.go is not None:
+    trainer = view.participant(TRAINER)
+    over = view.go is None or trainer is None or trainer.ended == "left"
+    if routes < wanted and not held and not over:
         text = f"{routes} of at least {wanted} rollouts have a route"
         guards = (view.same(key), view.none_newer(keys.routes))
         log = ("hold", f"the trainer is held: {text}", {"reason": "min_rollouts"})
         return [Action("hold min_rollouts", guards, (put(key, Hold(reason="min_rollouts", text=text)),), log)]
-    if held and (routes >= wanted or view.go is None):
+    if held and (routes >= wanted or over):
         log2 = ("hold", f"released: {routes} rollouts have a route", {"reason": "min_rollouts"})
         return [Action("release min_rollouts", (view.same(key),), (delete(key),), log2)]
     return []
