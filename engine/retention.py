@@ -60,7 +60,7 @@ def decide_retention(view: View, config: JobConfig) -> list[Action]:
     if numbers:
         key = keys.checkpoint(numbers[0])
         record = view.checkpoints()[numbers[0]]
-        guards = (
+        still = (
             view.same(key),
             view.same(keys.timeline),
             view.same(keys.checkpoint_head),
@@ -68,5 +68,5 @@ def decide_retention(view: View, config: JobConfig) -> list[Action]:
             Compare(keys.recovery, "create", "=", 0),
         )
         marked = msgspec.structs.replace(record, state="deleting")
-        actions.append(Action(f"mark {numbers[0]}", guards, (put(key, marked),)))
+        actions.append(Action(f"mark {numbers[0]}", still, (put(key, marked),)))
     return actions
