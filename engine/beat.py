@@ -16,7 +16,7 @@ from .action import put
 from .errors import LeaseLost, NoSpace, SlackwaterError, Unavailable
 from .keys import Keys
 from .model import Alive, Health, Participant, decode
-from .ports import KV, Compare, StateStore, Txn
+from .ports import KV, Compare, Delete, StateStore, Txn
 from .session import Session
 
 __all__ = ["Beat", "BeatState"]
@@ -26,7 +26,11 @@ _PROGRESS_BEATS = 3
 
 @dataclass(frozen=True, slots=True)
 class BeatState:
-    """What the worker needs from its beat. `deadline` is monotonic; `alive_create` 0 means: no liveness key."""
+    """What the worker needs from its beat.
+
+    `deadline` is on the beat's monotonic clock; from then on (0: already now) no effect is allowed. `alive_create` 0:
+    nothing is registered yet; below 0: the lease was lost and the liveness key is not back yet.
+    """
 
     lease: int
     deadline: float
@@ -59,7 +63,8 @@ class Beat:
         self._pause = pause
         self._session = self._new_session()
         self._timeline_mod = 0
-        self._registration: tuple[int, str] = (0, "")
+        self._registration_mod = 0
+        self._incarnation = ""
         self._alive_create = 0
         self._written: Alive | None = None
         self._beats_since_write = 0
@@ -74,6 +79,8 @@ class Beat:
     def state(self) -> BeatState:
         """Lease, deadline and liveness key as they are now."""
         deadline = self._session.deadline - self._session.margin_seconds
+        if self._lost or self._alive_create < 0:
+            deadline = 0.0
         return BeatState(self._session.lease, deadline, self._alive_create, self._lost)
 
     def open(self) -> int:
@@ -81,14 +88,19 @@ class Beat:
         return self._session.open()
 
     def adopt(self, timeline_mod: int, registration_mod: int, alive_create: int, alive: Alive) -> None:
-        """The worker registered (or acknowledged a timeline): this is what the beat now stands for."""
-        self._timeline_mod = timeline_mod
-        self._registration = (registration_mod, alive.incarnation)
+        """The worker registered (or acknowledged a timeline): this is what the beat now stands for.
+
+        For the incarnation that it keeps already, the beat knows its liveness key better than the worker does.
+        """
+        self._timeline_mod, self._registration_mod = timeline_mod, registration_mod
+        if alive.incarnation == self._incarnation:
+            return
+        self._incarnation = alive.incarnation
         self._alive_create = alive_create
         self._written = alive
 
     def pump(self, alive: Alive) -> BeatState:
-        """One beat with the worker's newest report; returns the state after it.
+        """One beat with the worker's newest report; returns the state after it. Raises nothing of our error tree.
 
         The liveness key is rewritten when the report changed; a mere change of `progress` at most every third beat.
         """
@@ -96,19 +108,49 @@ class Beat:
             return self.state
         try:
             self._session.renew()
+            if self._alive_create > 0:
+                self._rewrite(alive)
+            elif self._alive_create < 0:
+                self._regain("the lease was lost", alive)
         except LeaseLost as error:
             self._regain(str(error), alive)
-        if not self._lost and self._alive_create > 0:
-            self._beats_since_write += 1
-            try:
-                self._rewrite(alive)
-            except Unavailable:
-                pass  # the lease is renewed; the report can wait for the next beat
-            except NoSpace:
-                pass  # a full store takes no reports, and that is no reason to die
+        except (Unavailable, NoSpace):
+            pass  # the lease is renewed, the report can wait; a full store is no reason to die
+        except SlackwaterError as error:
+            self._lost = f"the store refuses us: {error}"
         return self.state
 
+    def testify(self, reason: str) -> bool:
+        """Write hard evidence that this life is over: the registration ends as "exited", key and route go at once.
+
+        True when it stands in the store. Raises `Unavailable` (try again) and what else the store says.
+        """
+        self._lost = self._lost or reason
+        key, alive_key = self._keys.participant(self._name), self._keys.alive(self._name)
+        registered, other = self._store.get(key), self._store.get(alive_key)
+        if not self._incarnation or registered is None:
+            return False
+        record = decode(Participant, registered.value, key)
+        if record.incarnation != self._incarnation or record.ended:
+            return record.incarnation == self._incarnation and record.ended == "exited"
+        compares = (
+            Compare(key, "mod", "=", registered.mod_revision),
+            Compare(alive_key, "create", "=", other.create_revision if other is not None else 0),
+        )
+        ended = msgspec.structs.replace(record, ended="exited", reason=reason)
+        ops = (put(key, ended), Delete(alive_key), Delete(self._keys.route(self._name)))
+        return self._store.txn(Txn(compares, ops)).succeeded
+
+    def end(self, reason: str) -> None:
+        """This life is over, for a reason that the beat did not find itself."""
+        self._lost = self._lost or reason
+
+    def close(self) -> None:
+        """Revoke the lease. Blocks for at most one TTL; idempotent."""
+        self._session.close()
+
     def _rewrite(self, alive: Alive) -> None:
+        self._beats_since_write += 1
         old = self._written
         if old is None or alive == old:
             return
@@ -116,56 +158,77 @@ class Beat:
         if only_progress and self._beats_since_write < _PROGRESS_BEATS:
             return
         key = self._keys.alive(self._name)
-        result = self._store.txn(
-            Txn((Compare(key, "create", "=", self._alive_create),), (put(key, alive, self._session.lease),))
-        )
+        compares = (Compare(key, "create", "=", self._alive_create),)
+        result = self._store.txn(Txn(compares, (put(key, alive, self._session.lease),)))
         if result.succeeded:
             self._written, self._beats_since_write = alive, 0
-        elif self._store.get(key) is None:
-            self._regain("the liveness key is gone", alive)
+        else:
+            self._regain("the liveness key is not ours any more", alive)
 
     def _regain(self, reason: str, alive: Alive) -> None:
-        """Take a new lease for the same incarnation, or declare this life over."""
+        """Put the same incarnation's liveness key back, under a new lease if need be, or declare this life over.
+
+        Where that cannot be decided yet, the next beat tries again.
+        """
         if not self._alive_create:
             self._lost = reason
             return
-        self._alive_create = -1  # none that we may rely on, until the transaction below has put it there
+        self._alive_create = -1
         try:
-            self._session = self._new_session()
-            self._lost = self._take_lease(reason, self._session.open(), alive)
-        except Unavailable:
-            pass  # etcd is away: tried again at the next beat
+            if not self._session.alive():
+                self._session = self._new_session()
+            lease = self._session.open()
+            self._lost = self._why_over(reason)
+            if not self._lost:
+                self._take_back(reason, lease, alive)
+        except (Unavailable, NoSpace, LeaseLost):
+            return
         except SlackwaterError as error:
             self._lost = f"{reason}; {error}"
 
-    def _take_lease(self, reason: str, lease: int, alive: Alive) -> str:
-        """Put the liveness key under a new lease; returns why that is not allowed, or ""."""
+    def _why_over(self, reason: str) -> str:
         key, health_key = self._keys.participant(self._name), self._keys.health(self._name)
-        alive_key = self._keys.alive(self._name)
-        registered, health = self._store.get(key), self._store.get(health_key)
-        if registered is None or registered.mod_revision != self._registration[0]:
+        registered = self._store.get(key)
+        if registered is None:
+            return f"{reason}; the registration is gone"
+        record = decode(Participant, registered.value, key)
+        if record.incarnation != self._incarnation:
             return f"{reason}; the slot was taken over meanwhile"
-        if decode(Participant, registered.value, key).ended or _failed(health, self._registration[1]):
-            return f"{reason}; declared failed meanwhile"
-        # The key may still be there under the old lease (etcd prolongs leases when its leader changes).
-        old = self._store.get(alive_key)
-        if old is not None and decode(Alive, old.value, alive_key).incarnation != alive.incarnation:
-            return f"{reason}; another incarnation is alive"
-        created = old.create_revision if old is not None else 0
+        if record.ended or _failed(self._store.get(health_key), self._incarnation):
+            return f"{reason}; declared {record.ended or 'failed'} meanwhile"
+        return ""
+
+    def _take_back(self, reason: str, lease: int, alive: Alive) -> None:
+        key, alive_key = self._keys.participant(self._name), self._keys.alive(self._name)
+        health = self._store.get(self._keys.health(self._name))
+        if _failed(health, self._incarnation):
+            self._lost = f"{reason}; declared failed meanwhile"
+            return
+        other = self._store.get(alive_key)
+        if other is not None:
+            found = decode(Alive, other.value, alive_key)
+            if found.incarnation != self._incarnation:
+                self._lost = f"{reason}; the slot was taken over meanwhile"
+            elif other.lease == lease:  # written by us, the reply was lost
+                self._alive_create, self._written = other.create_revision, found
+            return  # otherwise under the old lease, which is about to expire
         compares = (
-            Compare(alive_key, "create", "=", created),
-            Compare(key, "mod", "=", self._registration[0]),
+            Compare(alive_key, "create", "=", 0),
+            Compare(key, "mod", "=", self._registration_mod),
             Compare(self._keys.timeline, "mod", "=", self._timeline_mod),
-            Compare(health_key, "mod", "=", health.mod_revision if health is not None else 0),
+            Compare(
+                self._keys.health(self._name), "mod", "=", health.mod_revision if health is not None else 0
+            ),
         )
         result = self._store.txn(Txn(compares, (put(alive_key, alive, lease),)))
         if result.succeeded:
-            self._alive_create, self._written = created or result.revision, alive
-            return ""
-        timeline = self._store.get(self._keys.timeline)
+            self._alive_create, self._written, self._beats_since_write = result.revision, alive, 0
+            return
+        registered, timeline = self._store.get(key), self._store.get(self._keys.timeline)
+        if registered is None or registered.mod_revision != self._registration_mod:
+            return  # acknowledged a moment ago: the worker's word of it is on its way
         if timeline is None or timeline.mod_revision != self._timeline_mod:
-            return f"{reason}; a recovery began meanwhile"
-        raise Unavailable(f"{self._name}: the liveness key changed under us; tried again at the next beat")
+            self._lost = f"{reason}; a recovery began meanwhile"
 
 
 def _failed(kv: KV | None, incarnation: str) -> bool:
