@@ -285,6 +285,9 @@ class RolloutRole:
         ack = Ack(recovery=recovery.recovery, name="", incarnation="", phase="fence")
         self.membership.acknowledge(view, ack)
         self._must_drop = False  # the fence took every route of the old timeline
+        # The trainer may restore for long: waiting for it is no stall.
+        self.state = "idle"
+        self.report()
         self._not_before, self._wait_seconds = 0.0, _FIRST_WAIT_SECONDS
 
     # -- following the head --------------------------------------------------------------------------------
