@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 import pytest
 
+from slackwater.adapters.beatboard import BeatNow, Board, Wanted, create_board
 from slackwater.backends.memory import MemoryStore
 from slackwater.engine.action import put
 from slackwater.engine.beat import Beat
@@ -267,3 +270,21 @@ def test_a_lease_lost_before_the_registration_is_the_end() -> None:
     clock.wait(TTL + 1)
     assert beat.pump(Alive(incarnation="")).lost
     assert not store.txn(Txn((Compare(KEYS.alive("trainer"), "create", ">", 0),), ())).succeeded
+
+
+def test_the_board_keeps_the_newest_whole_message() -> None:
+    """Latest wins; a write torn by a stop or a kill leaves the message before it; a new writer goes on counting."""
+    board = create_board()
+    for step in range(3):
+        board.want(Wanted(life=1, alive=Alive(incarnation="a1", training_step=step)))
+    reader = Board(board.fd)
+    found = reader.wanted().alive
+    assert found is not None
+    assert found.training_step == 2
+    slot = board._wanted._slots[0]  # the next write goes there; its body is half written
+    slot[20:40] = b"x" * 20
+    assert reader.wanted().alive == found
+    reader.want(Wanted(life=2))
+    assert board.wanted().life == 2
+    assert reader.now() == BeatNow()
+    os.close(board.fd)
