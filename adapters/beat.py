@@ -138,9 +138,10 @@ class BeatProcess:
         """From now on keep this registration's liveness key."""
         with self._lock:
             adoption = self._wanted.adoption + 1
-            create = registered.alive_create
+            create, first = registered.alive_create, alive
             if alive.incarnation == self._incarnation:
-                create = self._wanted.alive_create  # the beat knows better by now
+                # The beat knows better by now, or has not taken up the registration itself.
+                create, first = self._wanted.alive_create, self._wanted.registered or alive
             else:
                 self._incarnation, self._first_adoption = alive.incarnation, adoption
             self._want(
@@ -150,6 +151,7 @@ class BeatProcess:
                     timeline_mod=registered.timeline_mod,
                     registration_mod=registered.registration_mod,
                     alive_create=create,
+                    registered=first,
                     alive=alive,
                 )
             )

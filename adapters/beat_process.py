@@ -140,9 +140,7 @@ class Runner:
         beat = self._beat
         if beat is None:
             return
-        if wanted.adoption > self._now.adoption and wanted.alive is not None:
-            beat.adopt(wanted.timeline_mod, wanted.registration_mod, wanted.alive_create, wanted.alive)
-            self._publish(beat, adoption=wanted.adoption)
+        self._adopt(beat, wanted)
         gap = self._spec.heartbeat_s * (_EARLIEST if self._changed(wanted) else 1.0)
         if time.monotonic() >= self._last_pump + gap:
             self._last_pump = time.monotonic()
@@ -151,6 +149,11 @@ class Runner:
             ticks = int(self._board.ticks[0])
             beat.pump(msgspec.structs.replace(report, progress=report.progress + ticks))
             self._publish(beat)
+
+    def _adopt(self, beat: Beat, wanted: Wanted) -> None:
+        if wanted.adoption > self._now.adoption and wanted.registered is not None:
+            beat.adopt(wanted.timeline_mod, wanted.registration_mod, wanted.alive_create, wanted.registered)
+            self._publish(beat, adoption=wanted.adoption)
 
     def _begin(self, life: int) -> None:
         """A new life with a new lease; the old one's lease is revoked, so that the slot is free."""
@@ -217,11 +220,7 @@ class Runner:
         if self._client is not None:
             self._client.close("exited", "")
         if self._beat is not None:
-            wanted = self._board.wanted()
-            if wanted.adoption > self._now.adoption and wanted.alive is not None:
-                self._beat.adopt(
-                    wanted.timeline_mod, wanted.registration_mod, wanted.alive_create, wanted.alive
-                )
+            self._adopt(self._beat, self._board.wanted())
             self._testify(self._beat, reason)
             self._beat.close()
         if self._server is not None:

@@ -26,13 +26,17 @@ _BOARD_BYTES = _COUNTER_BYTES + 4 * _SLOT_BYTES
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What the worker wants of its beat: a newer `life` wants a new lease, a newer `adoption` was registered."""
+    """What the worker wants of its beat: a newer `life` wants a new lease, a newer `adoption` was registered.
+
+    `registered` is what the liveness key held at the registration, `alive` the newest report.
+    """
 
     life: int = 0
     adoption: int = 0
     timeline_mod: int = 0
     registration_mod: int = 0
     alive_create: int = 0
+    registered: Alive | None = None
     alive: Alive | None = None
     closed: bool = False
 
