@@ -13,9 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
+from safetensors.torch import load_file
 
 from examples.tinymodel import make_tiny_model
+from slackwater.adapters.export import read_hf_files, write_image
+from slackwater.adapters.imagestore import DirectoryImages
 from slackwater.adapters.intents import FileIntents
 from slackwater.adapters.sglang import SGLangEngine, SGLangTimeouts
 from slackwater.adapters.sidecar import Sidecar
@@ -24,7 +28,7 @@ from slackwater.backends.embedded import EtcdCluster
 from slackwater.backends.etcd import EtcdStore
 from slackwater.engine.action import put
 from slackwater.engine.config import JobConfig
-from slackwater.engine.model import Request, WeightVersion
+from slackwater.engine.model import Request
 from slackwater.engine.ports import Compare, Txn
 
 from .rollout_servers import ROOT, Server
@@ -83,17 +87,35 @@ class Engine:
         return str(self.server.call("GET", "/model_info").json()["weight_version"])
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """A base model and two others of the same shapes."""
-    root = tmp_path_factory.mktemp("models")
-    return [make_tiny_model(root / f"m{seed}", seed=seed, layers=1, hidden=32) for seed in range(3)]
+@dataclass(frozen=True)
+class Images:
+    """A base model, two published images of other weights, and what a publication says about them."""
+
+    base: Path
+    one: tuple[Path, str]
+    two: tuple[Path, str]
+
+
+def make_image(root: Path, seed: int) -> tuple[Path, str]:
+    """An image as the trainer publishes it: its directory and digest."""
+    model = make_tiny_model(root / f"m{seed}", seed=seed, layers=1, hidden=32)
+    tensors = load_file(model / "model.safetensors")
+    record = write_image(root / "images" / f"w{seed}", iter(tensors.items()), read_hf_files(model))
+    return root / "images" / f"w{seed}", record.digest
 
 
 @pytest.fixture(scope="module")
-def fleet(models: list[Path]) -> Iterator[list[Engine]]:
+def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
+    """Real images, made once."""
+    root = tmp_path_factory.mktemp("weights")
+    base = make_tiny_model(root / "base", seed=0, layers=1, hidden=32)
+    return Images(base, make_image(root, 1), make_image(root, 2))
+
+
+@pytest.fixture(scope="module")
+def fleet(images: Images) -> Iterator[list[Engine]]:
     """Three engines for all tests of this file; whoever kills one leaves it dead."""
-    engines = [Engine(models[0]) for _ in range(3)]
+    engines = [Engine(images.base) for _ in range(3)]
     try:
         for engine in engines:
             engine.begin()
@@ -114,13 +136,6 @@ def engines(fleet: list[Engine]) -> list[Engine]:
     for engine in dead:
         engine.ready()
     return fleet
-
-
-class Located:
-    """`Images` that takes the location as it is; verification has tests of its own."""
-
-    def fetch(self, version: WeightVersion) -> Path:
-        return Path(version.location.removeprefix("file://"))
 
 
 @dataclass
@@ -150,7 +165,7 @@ class Bench:
             SGLangEngine(engine.url, timeouts=TIMEOUTS),
             name=name,
             url=engine.url,
-            images=Located(),
+            images=DirectoryImages(),
             intents=FileIntents(self.directory / name),
             flush_seconds=1.0,
         )
@@ -171,11 +186,11 @@ class Bench:
 
 
 @pytest.fixture
-def bench(store: EtcdStore, job: str, models: list[Path], tmp_path: Path) -> Iterator[Bench]:
+def bench(store: EtcdStore, job: str, images: Images, tmp_path: Path) -> Iterator[Bench]:
     """A running job that has published version 1."""
     config = fast_config(job)
     with running_job(store, config) as watch:
-        trainer = ScriptedTrainer(store, config, models[1], "d1")
+        trainer = ScriptedTrainer(store, config, *images.one)
         trainer.start()
         bench = Bench(store, config, watch, trainer, tmp_path, [], [])
         try:
@@ -187,16 +202,14 @@ def bench(store: EtcdStore, job: str, models: list[Path], tmp_path: Path) -> Ite
             trainer.stop()
 
 
-def test_joins_follows_votes_and_says_goodbye(
-    bench: Bench, engines: list[Engine], models: list[Path]
-) -> None:
+def test_joins_follows_votes_and_says_goodbye(bench: Bench, engines: list[Engine], images: Images) -> None:
     """A rollout loads the head in full, proves it, is routed, follows, votes in a round, and leaves cleanly."""
     sidecar = bench.attach(engines[0], "rollout-0")
     view = bench.watch.routed("rollout-0", 1)
     route = view.routes()["rollout-0"]
     assert route.url == engines[0].url
     assert route.label == engines[0].label() == f"1.1.{route.incarnation}"
-    assert bench.trainer.publish(models[2], "d2") == 2
+    assert bench.trainer.publish(*images.two) == 2
     bench.watch.routed("rollout-0", 2)
     alive = bench.watch.wait(
         lambda v: (a := v.alive("rollout-0")) is not None and a.state == "rollout_in_progress", "reported"
@@ -220,7 +233,7 @@ def test_joins_follows_votes_and_says_goodbye(
 
 
 def test_W4_killed_engine_is_evidence_and_base_weights_are_never_routed(
-    bench: Bench, engines: list[Engine], models: list[Path]
+    bench: Bench, engines: list[Engine], images: Images
 ) -> None:
     """SIGKILL of the engine takes the route and gives hard evidence; restarted, it must prove the head first."""
     bench.attach(engines[0], "rollout-0")
@@ -235,7 +248,7 @@ def test_W4_killed_engine_is_evidence_and_base_weights_are_never_routed(
     health = view.health("rollout-0")
     assert health is not None
     assert health.evidence.startswith("exited: the engine is gone")
-    assert bench.trainer.publish(models[2], "d2") == 2
+    assert bench.trainer.publish(*images.two) == 2
     seen = bench.watch.view.revision
     engines[0].begin()
     engines[0].ready()
@@ -248,7 +261,7 @@ def test_W4_killed_engine_is_evidence_and_base_weights_are_never_routed(
     assert all(b'"version":2' in event.kv.value for event in batch.events if event.kind == "put")
 
 
-def test_W7_silent_engine_is_left_alone(bench: Bench, engines: list[Engine], models: list[Path]) -> None:
+def test_W7_silent_engine_is_left_alone(bench: Bench, engines: list[Engine], images: Images) -> None:
     """An engine that accepts and never answers loses route and lease; the two others go on to the next versions."""
     for number, engine in enumerate(engines):
         bench.attach(engine, f"rollout-{number}")
@@ -256,7 +269,7 @@ def test_W7_silent_engine_is_left_alone(bench: Bench, engines: list[Engine], mod
         bench.watch.routed(f"rollout-{number}", 1)
     os.kill(engines[2].server.process.pid, signal.SIGSTOP)
     try:
-        assert bench.trainer.publish(models[2], "d2") == 2
+        assert bench.trainer.publish(*images.two) == 2
         bench.watch.routed("rollout-0", 2, 10.0)
         bench.watch.routed("rollout-1", 2, 10.0)
         bench.watch.wait(
@@ -279,7 +292,7 @@ def test_W7_silent_engine_is_left_alone(bench: Bench, engines: list[Engine], mod
     ],
 )
 def test_W2_W5_failed_update_quarantines_that_engine_alone(
-    bench: Bench, engines: list[Engine], models: list[Path], fault: str, says: str
+    bench: Bench, engines: list[Engine], images: Images, fault: str, says: str
 ) -> None:
     """Anything but a proven success takes that engine's route, keeps its words, and ends with a good load."""
     bench.attach(engines[0], "rollout-0")
@@ -288,7 +301,7 @@ def test_W2_W5_failed_update_quarantines_that_engine_alone(
     bench.watch.routed("rollout-1", 1)
     engines[1].server.fault(fault)
     try:
-        assert bench.trainer.publish(models[2], "d2") == 2
+        assert bench.trainer.publish(*images.two) == 2
         bench.watch.routed("rollout-0", 2)
         bench.watch.unrouted("rollout-1")
         view = bench.watch.wait(
@@ -301,14 +314,14 @@ def test_W2_W5_failed_update_quarantines_that_engine_alone(
     assert engines[1].label() == bench.watch.view.routes()["rollout-1"].label
 
 
-def test_W5_crash_in_mid_update(bench: Bench, engines: list[Engine], models: list[Path]) -> None:
+def test_W5_crash_in_mid_update(bench: Bench, engines: list[Engine], images: Images) -> None:
     """An engine that dies while it loads is failed on evidence, the other goes on; restarted, it is loaded in full."""
     bench.attach(engines[0], "rollout-0")
     bench.attach(engines[1], "rollout-1")
     bench.watch.routed("rollout-0", 1)
     bench.watch.routed("rollout-1", 1)
     engines[1].server.fault("crash_in_update")
-    assert bench.trainer.publish(models[2], "d2") == 2
+    assert bench.trainer.publish(*images.two) == 2
     bench.watch.routed("rollout-0", 2)
     bench.watch.wait(
         lambda v: (h := v.health("rollout-1")) is not None and h.state == "failed", "a verdict on evidence"
@@ -339,14 +352,14 @@ def test_label_changed_behind_our_back(bench: Bench, engines: list[Engine]) -> N
     assert batch.events[0].kind == "delete"
 
 
-def test_recovery_stops_and_reloads(bench: Bench, engines: list[Engine], models: list[Path]) -> None:
+def test_recovery_stops_and_reloads(bench: Bench, engines: list[Engine], images: Images) -> None:
     """A rollback fences the rollout; it answers on the new timeline and is routed only with its full version."""
     bench.attach(engines[0], "rollout-0")
     before = bench.watch.routed("rollout-0", 1).routes()["rollout-0"]
     assert bench.checkpoint() == 1
-    assert bench.trainer.publish(models[2], "d2") == 2
+    assert bench.trainer.publish(*images.two) == 2
     bench.watch.routed("rollout-0", 2)
-    bench.trainer.image = (models[1], "d1")
+    bench.trainer.image = images.one
     bench.request("back", Request(kind="rollback", checkpoint=1))
     bench.watch.wait(lambda v: v.timeline == 2 and v.go is not None, "the recovery's end")
     view = bench.watch.routed("rollout-0", 3)
@@ -373,7 +386,7 @@ def test_rides_out_etcd(
     own_etcd: EtcdCluster,
     job: str,
     engines: list[Engine],
-    models: list[Path],
+    images: Images,
     tmp_path: Path,
     away_seconds: float,
 ) -> None:
@@ -381,7 +394,7 @@ def test_rides_out_etcd(
     config = fast_config(job, window_s=20.0)
     store = EtcdStore(own_etcd.endpoints, call_timeout_seconds=0.6)
     with contextlib.closing(store), running_job(store, config) as watch:
-        trainer = ScriptedTrainer(store, config, models[1], "d1")
+        trainer = ScriptedTrainer(store, config, *images.one)
         trainer.start()
         bench = Bench(store, config, watch, trainer, tmp_path, [], [])
         sidecar = bench.attach(engines[0], "rollout-0")
@@ -395,3 +408,63 @@ def test_rides_out_etcd(
         finally:
             sidecar.stop()
             trainer.stop()
+
+
+# -- as a process of its own ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def sidecar_process(
+    bench: Bench, etcd: EtcdCluster, engine: Engine, images: Images
+) -> Iterator[subprocess.Popen[bytes]]:
+    """`run_sglang` in a process, with its real beat beside it."""
+    site = {
+        "etcd": list(etcd.endpoints),
+        "local": str(bench.directory / "local"),
+        "images": str(images.one[0].parent),
+    }
+    code = (
+        "import sys, msgspec; from slackwater.engine.config import JobConfig, Site;"
+        "from slackwater.adapters.sidecar_sglang import run_sglang;"
+        "run_sglang(msgspec.json.decode(sys.argv[1], type=JobConfig), msgspec.json.decode(sys.argv[2], type=Site),"
+        " url=sys.argv[3], name='rollout-0'); sys.exit(3 if 'torch' in sys.modules else 0)"
+    )
+    arguments = [msgspec.json.encode(bench.config).decode(), msgspec.json.encode(site).decode(), engine.url]
+    process = subprocess.Popen([sys.executable, "-c", code, *arguments], cwd=ROOT)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_sidecar_process_ends_with_0_on_sigterm_and_has_no_torch(
+    bench: Bench, etcd: EtcdCluster, engines: list[Engine], images: Images
+) -> None:
+    """SIGTERM takes the route, tells the job goodbye and exits with 0; torch was never imported."""
+    with sidecar_process(bench, etcd, engines[0], images) as process:
+        bench.watch.routed("rollout-0", 1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=15) == 0
+        bench.watch.wait(lambda v: v.participant("rollout-0") is None, "forgotten after a goodbye", 10.0)
+        assert "rollout-0" not in bench.watch.view.routes()
+
+
+def test_killed_sidecar_is_evidence_and_its_successor_loads_in_full(
+    bench: Bench, etcd: EtcdCluster, engines: list[Engine], images: Images
+) -> None:
+    """SIGKILL of the sidecar: its beat says that it exited; with a call still pending, the next one proves all anew."""
+    with sidecar_process(bench, etcd, engines[0], images) as process:
+        first = bench.watch.routed("rollout-0", 1).routes()["rollout-0"]
+        process.kill()
+        view = bench.watch.wait(
+            lambda v: (h := v.health("rollout-0")) is not None and h.state == "failed", "a verdict", 10.0
+        )
+        assert "rollout-0" not in view.routes()
+    intents = FileIntents(bench.directory / "local" / "sidecars" / bench.config.job / "rollout-0")
+    intents.begin(first.label)
+    with sidecar_process(bench, etcd, engines[0], images):
+        second = bench.watch.routed("rollout-0", 1).routes()["rollout-0"]
+        assert second.incarnation != first.incarnation
+        assert engines[0].label() == second.label
+        assert intents.pending() == ""
