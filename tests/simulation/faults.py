@@ -1,0 +1,206 @@
+"""Schedules of faults: drawn from a seed, replayed from JSON, made smaller by leaving faults out."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import msgspec
+
+from slackwater.engine.config import JobConfig
+from slackwater.engine.errors import StoreError
+from slackwater.engine.model import Request, encode
+from slackwater.engine.ports import Compare, Put, Txn
+
+from .network import Weather
+from .world import World, default_config
+
+__all__ = ["Fault", "Schedule", "draw", "minimise", "run"]
+
+QUIET_SECONDS = 400.0
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """One fault: what happens to whom, when (seconds), for how long or how likely."""
+
+    at: float
+    kind: str
+    who: str = ""
+    seconds: float = 0.0
+    chance: float = 0.0
+
+
+class Schedule(msgspec.Struct, frozen=True):
+    """A whole run: replaying it gives the same events."""
+
+    seed: int
+    faults: tuple[Fault, ...]
+    rollouts: int = 2
+    coordinators: int = 2
+    mode: str = "overlap"
+    seconds: float = 200.0
+
+    def config(self) -> JobConfig:
+        """The job that runs under this schedule."""
+        return default_config(self.mode)
+
+
+_KINDS = (
+    ("kill", 6),
+    ("exit", 3),
+    ("pause", 5),
+    ("worker", 2),
+    ("drop", 3),
+    ("lost", 4),
+    ("late", 4),
+    ("slow", 3),
+    ("watch", 4),
+    ("duplicate", 2),
+    ("compact", 3),
+    ("engine_death", 2),
+    ("engine_silent", 1),
+    ("engine_restart", 2),
+    ("flush", 1),
+    ("checkpoint", 3),
+    ("rollback", 2),
+    ("hold", 1),
+    ("release", 2),
+    ("corrupt", 1),
+    ("leave", 1),
+)
+
+
+def draw(seed: int, seconds: float = 200.0) -> Schedule:
+    """A random schedule."""
+    rng = Random(f"schedule/{seed}")
+    rollouts, coordinators = rng.randint(1, 3), rng.randint(1, 3)
+    names = ["trainer", "trainer", "buffer", "leader", "leader"]
+    names += [f"rollout-{n}" for n in range(rollouts)] + [f"coordinator-{n}" for n in range(coordinators)]
+    kinds = [kind for kind, weight in _KINDS for _ in range(weight)]
+    faults = []
+    for _ in range(rng.randint(2, 14)):
+        kind = rng.choice(kinds)
+        who = rng.choice(names)
+        if kind.startswith(("engine", "flush", "leave")):
+            who = f"rollout-{rng.randrange(rollouts)}"
+        if kind in ("drop", "lost", "late", "slow", "watch", "duplicate") and rng.random() < 0.2:
+            who = ""
+        faults.append(
+            Fault(
+                round(rng.uniform(1.0, seconds), 3),
+                kind,
+                who,
+                round(rng.choice((rng.uniform(0.5, 10), rng.uniform(10, 40), rng.uniform(60, 100))), 3),
+                rng.choice((0.1, 0.3, 0.6, 1.0)),
+            )
+        )
+    faults.sort(key=lambda fault: fault.at)
+    return Schedule(
+        seed, tuple(faults), rollouts, coordinators, rng.choice(("overlap", "overlap", "strict")), seconds
+    )
+
+
+def _strike(world: World, fault: Fault) -> None:
+    name = fault.who
+    if name == "leader":
+        name = world.leader().split("#")[0] or "coordinator-0"
+    kind = fault.kind
+    if kind == "kill":
+        world.kill(name, min(fault.seconds, 30.0))
+    elif kind == "exit":
+        world.exit(name, min(fault.seconds, 30.0))
+    elif kind == "pause":
+        world.pause(name, fault.seconds)
+    elif kind == "worker":
+        world.pause(name, fault.seconds, beat=False)
+    elif kind in ("drop", "lost", "late", "slow", "watch", "duplicate"):
+        until = world.kernel.now + min(fault.seconds, 40.0)
+        world.network.weather.append(Weather(name, kind, until, fault.chance))
+    elif kind == "compact":
+        try:
+            world.invariants.store_changed()
+            world.store.compact(world.store.revision)
+        except StoreError:
+            return
+    elif kind == "engine_death":
+        engine = world.engines[name]
+        engine.die()
+        world.kernel.after(min(fault.seconds, 20.0), engine.restart)
+    elif kind == "engine_restart":
+        world.engines[name].restart()
+    elif kind == "engine_silent":
+        world.engines[name].silent_until = world.kernel.now + fault.seconds
+    elif kind == "flush":
+        world.engines[name].refuse_until = world.kernel.now + fault.seconds
+    elif kind == "corrupt":
+        path = max((p for p in world.files if p.endswith("/trainer")), default="")
+        world.files.pop(path, None)
+        world.remote.pop(path, None)
+    elif kind == "leave":
+        _ask(world, Request(kind="remove", name=name))
+    else:
+        _ask(world, Request(kind=kind))  # type: ignore[arg-type]
+
+
+def _ask(world: World, request: Request) -> None:
+    key = world.keys.request(world.new_id())
+    world.store.txn(Txn((Compare(key, "create", "=", 0),), (Put(key, encode(request)),)))
+
+
+def run(schedule: Schedule) -> World:
+    """Run a schedule, then a quiet time in which everything must come back."""
+    world = World(
+        schedule.seed,
+        rollouts=schedule.rollouts,
+        coordinators=schedule.coordinators,
+        config=schedule.config(),
+    )
+    kernel = world.kernel
+    for fault in schedule.faults:
+        kernel.after(fault.at, lambda fault=fault: _strike(world, fault))
+    world.start()
+    kernel.run(schedule.seconds)
+    if not kernel.problems:
+        world.network.weather.clear()
+        _ask(world, Request(kind="release"))
+        _settle(world)
+    world.stop()
+    return world
+
+
+def _settle(world: World) -> None:
+    """Let everything come back; the job must be running within a bounded time."""
+    kernel, seen = world.kernel, world.invariants
+    kernel.run(30.0)
+    for _ in range(int(QUIET_SECONDS / 10)):
+        steps, commits = seen.steps, seen.commits
+        kernel.run(20.0)
+        if kernel.problems or (seen.steps > steps + 2 and seen.commits > commits and "recovery/current" not in seen.now):
+            break
+    if not kernel.problems:
+        seen.quiet(steps)
+
+
+def minimise(schedule: Schedule, problem: str, tries: int = 60) -> Schedule:
+    """Leave out faults while the same rule stays broken."""
+    rule = _rule(problem)
+    kept = list(schedule.faults)
+    index = 0
+    while index < len(kept) and tries > 0:
+        fewer = kept[:index] + kept[index + 1 :]
+        tries -= 1
+        found = run(msgspec.structs.replace(schedule, faults=tuple(fewer))).kernel.problems
+        if found and _rule(found[0]) == rule:
+            kept = fewer
+        else:
+            index += 1
+    return msgspec.structs.replace(schedule, faults=tuple(kept))
+
+
+def _rule(problem: str) -> str:
+    return problem.split(": ", 2)[1]
+
+
+def to_json(schedule: Schedule) -> Any:
+    """The schedule as plain data."""
+    return msgspec.to_builtins(schedule)
