@@ -38,6 +38,7 @@ class Membership:
         self._alive_create = 0
         self._adopted = False
         self.last_report = Alive(incarnation="")
+        self.written_revision = 0  # of our newest write: an older view says nothing about it
 
     @property
     def name(self) -> str:
@@ -184,8 +185,13 @@ class Membership:
             try:
                 result = self._store.txn(txn)
                 if result.succeeded:
+                    self.written_revision = max(self.written_revision, result.revision)
                     return result.revision
-                return 1 if unsure and landed() else 0
+                if unsure and landed():
+                    revision = self._store.range(self.keys.participant(self.name)).revision
+                    self.written_revision = max(self.written_revision, revision)
+                    return 1
+                return 0
             except Unavailable:
                 unsure = True
         raise Unavailable(f"{self.name}: the outcome of a transaction is unknown")

@@ -7,20 +7,22 @@ each step, `round_task` while a round is open, and tells what it has done.
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from .action import put
 from .boundary import Directive, TrainerState, direct
 from .config import JobConfig
+from .errors import LeaseLost
 from .membership import Membership
 from .model import Ack, Alive, Freeze, ParticipantState, Upload, Vote, WeightHead, WeightVersion, decode
-from .ports import Compare, StateStore
+from .ports import Compare, Op, Put, StateStore
 from .view import View
 
 __all__ = ["RecoveryTask", "RoundTask", "TrainerRole"]
 
 RecoveryTask = Literal["wait", "acknowledge", "restore", "publish", "go", "over"]
-RoundTask = Literal["none", "save", "seal"]
+RoundTask = Literal["none", "ready", "save", "seal"]
 
 
 class TrainerRole:
@@ -38,6 +40,7 @@ class TrainerRole:
         self.refused_step = -1
         self.refusals = 0
         self.state: ParticipantState = "idle"
+        self._unsettled: tuple[str, bytes] | None = None  # key and value of a publication of unknown outcome
 
     # -- what to do ----------------------------------------------------------------------------------------
 
@@ -78,7 +81,10 @@ class TrainerRole:
         return direct(view, state, self.config)
 
     def round_task(self, view: View) -> RoundTask:
-        """Whether the open round wants this incarnation's files ("save") or its manifest ("seal")."""
+        """What the open round wants of this incarnation.
+
+        "ready": say that the snapshot is taken; "save": say it once all files are written; "seal": the manifest.
+        """
         round_, me = view.round, self.membership
         if round_ is None or round_.voters.get(me.name) != me.incarnation or round_.timeline != me.timeline:
             return "none"
@@ -87,7 +93,11 @@ class TrainerRole:
             return "none"
         if round_.phase == "seal" and (vote is None or vote.state != "sealed"):
             return "seal"
-        return "save" if round_.phase in ("ready", "save") and vote is None else "none"
+        if round_.phase not in ("ready", "save"):
+            return "none"
+        if vote is None:
+            return "ready"
+        return "save" if vote.state == "ready" else "none"
 
     # -- recovery ------------------------------------------------------------------------------------------
 
@@ -144,7 +154,8 @@ class TrainerRole:
         """Publish the weights of the current step as the next version, and with `cut` set the freeze at once.
 
         None when it was refused (frozen, or somebody else was faster): retried at the next boundary, and counted.
-        Raises `Unavailable` or `LeaseLost`; the attempt id tells a lost reply from a refusal.
+        Raises `LeaseLost` (nothing was sent), or `Unavailable`: then call `settle` until it answers, before the next
+        update of the weights.
         """
         keys, me = self.membership.keys, self.membership
         head = view.head or WeightHead(version=0, step=0, timeline=0)
@@ -167,7 +178,7 @@ class TrainerRole:
             view.same(keys.weight_head),
             Compare(key, "create", "=", 0),
         ]
-        ops = [
+        ops: list[Put] = [
             put(keys.weight_head, WeightHead(version=version, step=self.step, timeline=me.timeline)),
             put(key, record),
         ]
@@ -179,12 +190,45 @@ class TrainerRole:
             kv = self._store.get(key)
             return kv is not None and decode(WeightVersion, kv.value, key).attempt == attempt
 
-        if not me.write(ops, compares, landed):
+        if not self._write(ops[1], ops, compares, landed):
+            return None
+        return record
+
+    def _write(
+        self, proof: Put, ops: Sequence[Op], compares: Sequence[Compare], landed: Callable[[], bool]
+    ) -> bool:
+        """Send a publication. While its outcome is unknown `proof` is the key and value to look for."""
+        self._unsettled = (proof.key, proof.value)
+        try:
+            done = self.membership.write(ops, compares, landed)
+        except LeaseLost:
+            self._unsettled = None
+            raise
+        self._unsettled = None
+        self._settled(done)
+        return done
+
+    def _settled(self, done: bool) -> None:
+        if done:
+            self.published_step = self.step
+        else:
             self.refusals += 1
             self.refused_step = self.step
-            return None
-        self.published_step = self.step
-        return record
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether the outcome of our last publication is still unknown."""
+        return self._unsettled is not None
+
+    def settle(self) -> bool:
+        """Read back a publication of unknown outcome; True when it was accepted. Raises `Unavailable`."""
+        if self._unsettled is None:
+            return False
+        key, value = self._unsettled
+        done = self._is(key, value)
+        self._unsettled = None
+        self._settled(done)
+        return done
 
     def _freeze_only(self, view: View, head: WeightHead, cut: Directive, path: str) -> WeightVersion | None:
         """A trainer without an update since the head was published is at its boundary already."""
@@ -200,9 +244,7 @@ class TrainerRole:
             kv = self._store.get(keys.freeze)
             return kv is not None and kv.value == freeze.value
 
-        if not self.membership.write([freeze], compares, landed):
-            self.refusals += 1
-            self.refused_step = self.step
+        if not self._write(freeze, [freeze], compares, landed):
             return None
         return view.weight_version(head.version)
 

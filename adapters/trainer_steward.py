@@ -1,0 +1,243 @@
+"""Rank 0's side towards etcd: the store, the registration, and a thread that follows the job and serves its rounds."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+import structlog
+
+from ..backends.local import COMMITTED_NAME, LocalTier
+from ..engine.beatport import BeatPort
+from ..engine.config import JobConfig, Site
+from ..engine.errors import DeadlineExceeded, NotFound, SlackwaterError, SlotOccupied, Unavailable
+from ..engine.follow import Follower
+from ..engine.keys import TRAINER, Keys
+from ..engine.manifest import Header, VersionVector
+from ..engine.membership import Membership
+from ..engine.model import Alive, Checkpoint, Participant, Record
+from ..engine.ports import StateStore
+from ..engine.settings import bootstrap
+from ..engine.trainerrole import TrainerRole
+from ..engine.upload import UploadStore
+from ..engine.view import View
+from .retention import Janitor
+from .services import Services
+from .trainer_gang import PartLink
+from .trainer_rounds import RoundDriver, committed_bytes
+from .trainer_uploads import Uploader
+
+__all__ = ["Steward"]
+
+_POLL_S = 0.5
+_SAVING_POLL_S = 0.05
+_RETRY_S = 0.5
+
+
+class Steward:
+    """Everything of the trainer that only rank 0 has. `open` before use; methods are for the training thread."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        site: Site,
+        services: Services,
+        tier: LocalTier,
+        link: PartLink,
+        world_size: int,
+    ) -> None:
+        self.config, self._site, self._services = config, site, services
+        self._tier, self._link, self._world_size = tier, link, world_size
+        self.keys = Keys(config.job)
+        self.host = socket.gethostname()
+        self.job_uid = ""
+        self.objects: UploadStore | None = None
+        self.uploader: Uploader | None = None
+        self._store: StateStore | None = None
+        self._beat: BeatPort | None = None
+        self._janitor: Janitor | None = None
+        self._cache: dict[str, tuple[int, Record]] = {}
+        self._news = threading.Condition()
+        self._view = View(self.keys, {}, 0, self._cache)
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.crashed: BaseException | None = None
+        self._log = structlog.get_logger().bind(participant=TRAINER, job=config.job)
+        self.role: TrainerRole
+        self.rounds: RoundDriver
+
+    # -- life ----------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Reach the stores, register, begin to follow. Blocks for a few calls, or for a lease when the slot is taken.
+
+        Raises `SlotOccupied`, `Refused`, `AuthFailed`, `ConfigError`, `Unavailable`, `NotFound`.
+        """
+        self._store = store = self._services.store(self._site)
+        self.job_uid = bootstrap(store, self.config).job_uid
+        self.objects = self._services.objects(self._site)
+        self._beat = self._services.beat(self.config, self._site, TRAINER)
+        template = Participant(
+            name=TRAINER,
+            role="trainer",
+            incarnation="",
+            timeline=0,
+            host=self.host,
+            pid=os.getpid(),
+            world_size=self._world_size,
+        )
+        membership = Membership(store, self.keys, template, self._beat)
+        self._join(store, membership)
+        self.role = TrainerRole(store, membership, self.config)
+        if self.objects is not None:
+            remote = f"s3://{self._site.s3_bucket}/{self._site.s3_prefix.strip('/')}".rstrip("/") + "/"
+            self.uploader = Uploader(self.role, self._tier, self.objects, remote)
+        self.rounds = RoundDriver(self.role, self._tier, self._link, self._world_size, self._upload)
+        self._janitor = Janitor(self.role, self.host, self._tier, self.objects)
+        self._thread = threading.Thread(
+            target=self._run, args=(store,), name="slackwater-follow", daemon=True
+        )
+        self._thread.start()
+
+    def _join(self, store: StateStore, membership: Membership) -> None:
+        """Register; a slot that is taken is waited for until a dead holder's lease must be over."""
+        deadline = time.monotonic() + self.config.timers.lease_s + 1
+        pause = threading.Event()
+        while store.get(self.keys.alive(TRAINER)) is not None and time.monotonic() < deadline:
+            pause.wait(_RETRY_S)
+        try:
+            membership.join(Alive(incarnation="", state="idle"))
+        except SlotOccupied as error:
+            raise SlotOccupied(f"{error}; stop it first, or take another job name") from error
+
+    def close(self, ended: str, reason: str = "") -> None:
+        """Say goodbye and let go of everything; errors of etcd are only logged. Idempotent."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join(10.0)
+        if self.uploader is not None:
+            self.uploader.close()
+        if self._thread is not None and ended:
+            try:
+                self.role.membership.end(ended, reason)
+            except SlackwaterError as error:
+                self._log.warning("could not say goodbye; the lease will run out", error=str(error))
+        self._thread = None
+        beat, self._beat = self._beat, None
+        if beat is not None:
+            beat.close()
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    # -- the view ------------------------------------------------------------------------------------------
+
+    @property
+    def view(self) -> View:
+        """The newest state of the job that was seen."""
+        return self._view
+
+    def wait_news(self, timeout_seconds: float) -> View:
+        """The next state, or the same one when nothing came in time."""
+        with self._news:
+            revision = self._view.revision
+            self._news.wait_for(
+                lambda: self._view.revision != revision or self._stopping.is_set(), timeout_seconds
+            )
+            return self._view
+
+    def caught_up(self, timeout_seconds: float = 30.0) -> View:
+        """A view that is not older than our own last write. `DeadlineExceeded` when etcd stays silent."""
+        wanted = max(self.role.membership.written_revision, self.role.membership.registration_mod)
+        with self._news:
+            done = self._news.wait_for(
+                lambda: self._view.revision >= wanted or self.crashed is not None, timeout_seconds
+            )
+            if not done:
+                raise DeadlineExceeded(f"etcd did not show revision {wanted} within {timeout_seconds:g} s")
+            return self._view
+
+    def _run(self, store: StateStore) -> None:
+        follower = Follower(store, self.keys.root)
+        swept = 0.0
+        try:
+            while not self._stopping.is_set():
+                try:
+                    follower.poll(_SAVING_POLL_S if self.rounds.open else _POLL_S)
+                except SlackwaterError as error:
+                    if not isinstance(error, Unavailable):
+                        raise
+                    self._log.warning("etcd does not answer", error=str(error))
+                    self._stopping.wait(_RETRY_S)
+                    continue
+                if follower.revision != self._view.revision or follower.changed_keys:
+                    self._show(follower)
+                self.rounds.step(self._view)
+                if self._janitor is not None and time.monotonic() - swept > 2.0:
+                    swept = time.monotonic()
+                    self._janitor.sweep(self._view)
+        except BaseException as error:  # noqa: BLE001  # kept for the training thread, which raises it
+            self.crashed = error
+            self._log.error("following etcd failed", error=repr(error))
+        finally:
+            follower.close()
+            with self._news:
+                self._news.notify_all()
+
+    def _show(self, follower: Follower) -> None:
+        for key in follower.changed_keys:
+            if key not in follower.kvs:
+                self._cache.pop(key, None)
+        view = View(self.keys, dict(follower.kvs), follower.revision, self._cache)
+        with self._news:
+            self._view = view
+            self._news.notify_all()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------
+
+    def header(self, *, round_: int, attempt: str, step: int) -> Header:
+        """The header of an attempt, as far as it is known at the cut."""
+        return Header(
+            job=self.config.job,
+            job_uid=self.job_uid,
+            timeline=self.role.membership.timeline,
+            round=round_,
+            attempt=attempt,
+            vector=VersionVector(training_step=step, weight_version=0, buffer_version=0),
+            world_size=self._world_size,
+            identity=dict(self.config.identity),
+        )
+
+    def found_data(self, view: View) -> str:
+        """Where a `committed.json` of this job lies although etcd has no checkpoint; "" when there is none."""
+        if view.checkpoints():
+            return ""
+        for path, _ in self._tier.committed(self.config.job):
+            return f"{self._tier.root}/{path}/{COMMITTED_NAME}"
+        if self.objects is not None:
+            for found in self.objects.list(f"{self.config.job}/"):
+                if found.key.endswith(f"/{COMMITTED_NAME}"):
+                    return f"s3://{self._site.s3_bucket}/{found.key}"
+        return ""
+
+    def adopt_local(self, view: View) -> None:
+        """Repair a missing `committed.json` of this host and upload what is committed but not durable."""
+        for record in view.eligible():
+            if record.host != self.host or not (Path(self._tier.root) / record.path).is_dir():
+                continue
+            try:
+                self._tier.read_json(f"{record.path}/{COMMITTED_NAME}")
+            except NotFound:
+                header = self.header(round_=record.round, attempt="", step=record.training_step)
+                self._tier.write_json(
+                    f"{record.path}/{COMMITTED_NAME}", committed_bytes(view, header, record)
+                )
+            if record.state == "committed":
+                self._upload(record)
+
+    def _upload(self, record: Checkpoint) -> None:
+        if self.uploader is not None:
+            self.uploader.submit(record)
