@@ -241,7 +241,10 @@ def load_config(path: Path, overrides: Mapping[str, Any] | None = None) -> tuple
         raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
-    site = dict(data.pop("site", {}))
+    table = data.pop("site", {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: site must be a table: [site]")
+    site = dict(table)
     for name, value in (overrides or {}).items():
         if name == "site":
             site.update(value)
