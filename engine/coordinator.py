@@ -113,6 +113,7 @@ class Coordinator:
         ours = self._follower.changed_keys
         if self._campaigned and not any(key.startswith(self._keys.leaders) for key in ours):
             return
+        self._campaigned = False  # news that met a store without an answer must not be forgotten
         leads = self._candidate.campaign()
         self._campaigned = self._candidate.epoch > 0
         if leads and not self._led:
