@@ -17,6 +17,7 @@ from typing import Any
 
 from ..engine.engineport import EngineStatus, PauseMode, Proof
 from ..engine.errors import ConfigError, EngineFault, Unavailable
+from .contentcheck import ROWS, first_rows, is_other, sample_names
 from .imagecheck import check_image, read_config
 from .sglang_http import REPLY_CHARACTERS, Reply, SGLangHttp
 
@@ -112,6 +113,17 @@ class SGLangEngine:
             raise EngineFault(
                 f"the engine did not load {label} (HTTP {reply.status})", reply.text[:REPLY_CHARACTERS]
             )
+        self._check_content(image)
+
+    def _check_content(self, image: Path) -> None:
+        """A stated success may be a load in part: compare some tensors' first rows with the image's."""
+        for name, entry in sample_names(image).items():
+            body = {"name": name, "truncate_size": ROWS}
+            reply = self._call(
+                "POST", "/get_weights_by_name", self.timeouts.control_seconds, body, control=True
+            )
+            if reply.status == 200 and is_other(reply.json(), first_rows(entry)):
+                raise EngineFault(f"the engine loaded in part: {name} is not what the image holds")
 
     def flush(self, deadline_seconds: float) -> None:
         """Ask /flush_cache (without its own timeout, which refuses retracted requests) until it agrees."""

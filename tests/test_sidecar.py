@@ -288,6 +288,7 @@ def test_W7_silent_engine_is_left_alone(bench: Bench, engines: list[Engine], ima
         ("refuse_flush", "refused to flush"),
         ("unsuccessful_200", "Failed to update weights on rank 1"),
         ("wrong_version", "'wrong'"),
+        ("partial_load", "loaded in part"),
         ("updated_but_400", "the cache was not flushed"),
     ],
 )
