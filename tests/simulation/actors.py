@@ -116,6 +116,7 @@ def coordinator_main(world: World, process: Process, _beat: Process) -> None:
 
         process.spawn(keep, "keeper")
         coordinator = Coordinator(store, world.keys, session, {"id": name}, clock=world.kernel.clock)
+        world.coordinators[name] = coordinator
         while True:
             try:
                 coordinator.step(1.0)
@@ -328,7 +329,7 @@ class Trainer:
         if samples is None:
             return False
         self.role.state = "training"
-        self.process.sleep(self.rng.uniform(0.3, 1.5))
+        self.process.sleep(self.rng.uniform(0.1, 0.6))
         self.world.invariants.step_taken(self.role, self.granted_by, self.model, samples)
         digest = f"{self.model.step + 1}:{self.world.new_id()[:8]}"
         self.model = Model(self.model.step + 1, digest, self.model.trained | set(samples))

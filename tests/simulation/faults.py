@@ -17,7 +17,7 @@ from .world import World, default_config
 
 __all__ = ["Fault", "Schedule", "draw", "minimise", "run"]
 
-QUIET_SECONDS = 400.0
+QUIET_SECONDS = 200.0
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -38,7 +38,7 @@ class Schedule(msgspec.Struct, frozen=True):
     rollouts: int = 2
     coordinators: int = 2
     mode: str = "overlap"
-    seconds: float = 200.0
+    seconds: float = 60.0
 
     def config(self) -> JobConfig:
         """The job that runs under this schedule."""
@@ -70,7 +70,7 @@ _KINDS = (
 )
 
 
-def draw(seed: int, seconds: float = 200.0) -> Schedule:
+def draw(seed: int, seconds: float = 60.0) -> Schedule:
     """A random schedule."""
     rng = Random(f"schedule/{seed}")
     rollouts, coordinators = rng.randint(1, 3), rng.randint(1, 3)
@@ -78,7 +78,7 @@ def draw(seed: int, seconds: float = 200.0) -> Schedule:
     names += [f"rollout-{n}" for n in range(rollouts)] + [f"coordinator-{n}" for n in range(coordinators)]
     kinds = [kind for kind, weight in _KINDS for _ in range(weight)]
     faults = []
-    for _ in range(rng.randint(2, 14)):
+    for _ in range(rng.randint(3, 25)):
         kind = rng.choice(kinds)
         who = rng.choice(names)
         if kind.startswith(("engine", "flush", "leave")):
@@ -87,10 +87,10 @@ def draw(seed: int, seconds: float = 200.0) -> Schedule:
             who = ""
         faults.append(
             Fault(
-                round(rng.uniform(1.0, seconds), 3),
+                round(rng.uniform(0.1, seconds), 3),
                 kind,
                 who,
-                round(rng.choice((rng.uniform(0.5, 10), rng.uniform(10, 40), rng.uniform(60, 100))), 3),
+                round(rng.choice((rng.uniform(0.2, 3), rng.uniform(2, 8), rng.uniform(8, 22))), 3),
                 rng.choice((0.1, 0.3, 0.6, 1.0)),
             )
         )
@@ -106,15 +106,15 @@ def _strike(world: World, fault: Fault) -> None:
         name = world.leader().split("#")[0] or "coordinator-0"
     kind = fault.kind
     if kind == "kill":
-        world.kill(name, min(fault.seconds, 30.0))
+        world.kill(name, min(fault.seconds, 8.0))
     elif kind == "exit":
-        world.exit(name, min(fault.seconds, 30.0))
+        world.exit(name, min(fault.seconds, 8.0))
     elif kind == "pause":
         world.pause(name, fault.seconds)
     elif kind == "worker":
         world.pause(name, fault.seconds, beat=False)
     elif kind in ("drop", "lost", "late", "slow", "watch", "duplicate"):
-        until = world.kernel.now + min(fault.seconds, 40.0)
+        until = world.kernel.now + min(fault.seconds, 12.0)
         world.network.weather.append(Weather(name, kind, until, fault.chance))
     elif kind == "compact":
         try:
@@ -125,7 +125,7 @@ def _strike(world: World, fault: Fault) -> None:
     elif kind == "engine_death":
         engine = world.engines[name]
         engine.die()
-        world.kernel.after(min(fault.seconds, 20.0), engine.restart)
+        world.kernel.after(min(fault.seconds, 6.0), engine.restart)
     elif kind == "engine_restart":
         world.engines[name].restart()
     elif kind == "engine_silent":
@@ -133,7 +133,8 @@ def _strike(world: World, fault: Fault) -> None:
     elif kind == "flush":
         world.engines[name].refuse_until = world.kernel.now + fault.seconds
     elif kind == "corrupt":
-        path = max((p for p in world.files if p.endswith("/trainer")), default="")
+        done = [p for p in world.files if p.endswith("/committed.json")]
+        path = done[-1].replace("committed.json", "trainer") if done else ""
         world.files.pop(path, None)
         world.remote.pop(path, None)
     elif kind == "leave":
@@ -171,10 +172,10 @@ def run(schedule: Schedule) -> World:
 def _settle(world: World) -> None:
     """Let everything come back; the job must be running within a bounded time."""
     kernel, seen = world.kernel, world.invariants
-    kernel.run(30.0)
+    kernel.run(5.0)
     for _ in range(int(QUIET_SECONDS / 10)):
         steps, commits = seen.steps, seen.commits
-        kernel.run(20.0)
+        kernel.run(10.0)
         if kernel.problems or (seen.steps > steps + 2 and seen.commits > commits and "recovery/current" not in seen.now):
             break
     if not kernel.problems:

@@ -15,7 +15,7 @@ from .kernel import Kernel, Process
 
 __all__ = ["Network", "StoreProxy", "Weather", "rpc"]
 
-CALL_TIMEOUT = 5.0
+CALL_TIMEOUT = 1.0
 
 
 @dataclass

@@ -12,6 +12,7 @@ from slackwater.backends.memory import MemoryStore
 from slackwater.engine import membership as membership_module
 from slackwater.engine import settings as settings_module
 from slackwater.engine.config import CheckpointSettings, JobConfig, Timers, WeightSettings
+from slackwater.engine.coordinator import Coordinator
 from slackwater.engine.keys import Keys
 from slackwater.engine.settings import bootstrap
 
@@ -28,7 +29,17 @@ def default_config(mode: str = "overlap", **changes: object) -> JobConfig:
     """A job whose rounds come often enough to be seen."""
     return JobConfig(
         job="sim",
-        timers=Timers(save_deadline_s=60.0, prepare_deadline_s=120.0, resync_deadline_s=60.0),
+        timers=Timers(
+            heartbeat_s=1.0,
+            lease_s=3,
+            window_s=12.0,
+            prepare_deadline_s=40.0,
+            ready_deadline_s=8.0,
+            save_deadline_s=20.0,
+            resync_deadline_s=15.0,
+            persist_s=3.0,
+            retry_wait_s=1.0,
+        ),
         checkpoint=CheckpointSettings(every_steps=6, mode=mode, keep_last=2),  # type: ignore[arg-type]
         weights=WeightSettings(publish_every_steps=2, max_lag_steps=4, min_rollouts=1),
         **changes,  # type: ignore[arg-type]
@@ -67,6 +78,7 @@ class World:
             **dict.fromkeys(self.engines, rollout_main),
         }
         self.processes: dict[str, tuple[Process, Process]] = {}
+        self.coordinators: dict[str, Coordinator] = {}
         self.beats: dict[str, SimBeat] = {}
         self.restarts = True
         self.lives = 0
@@ -123,8 +135,8 @@ class World:
         own = self.beats.get(beat.name)
         if own is not None and not beat.dead:
             beat.spawn(lambda: own.testify("killed"), "testify")
-        self.kernel.after(5.0, beat.kill)
-        self.kernel.after(max(restart_after, 5.1), lambda: self._relaunch(name, worker))
+        self.kernel.after(2.0, beat.kill)
+        self.kernel.after(max(restart_after, 2.1), lambda: self._relaunch(name, worker))
 
     def stop(self) -> None:
         """Kill everything, so that no greenlet stays behind."""
