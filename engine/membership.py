@@ -154,9 +154,19 @@ class Membership:
             return "replaced"
         if health is not None and health.incarnation == self.incarnation and health.state == "failed":
             return "replaced"
+        if view.mod(self.keys.participant(self.name)) > self.registration_mod:
+            self._landed_late(view, registered)
         if view.mod(self.keys.timeline) != self.timeline_mod and view.timeline > self.timeline:
             return "fenced"
         return "ours"
+
+    def _landed_late(self, view: View, registered: Participant) -> None:
+        """An acknowledgement of ours, given up as unknown, took effect: only we write under our incarnation."""
+        self.record = registered
+        self.registration_mod = view.mod(self.keys.participant(self.name))
+        current = view.timeline == registered.timeline
+        self.timeline_mod = view.mod(self.keys.timeline) if current else -1
+        self.beat.adopt(self, self.last_report)
 
     def check(self) -> None:
         """Raise `LeaseLost` unless effects outside this process are allowed now."""

@@ -113,6 +113,7 @@ class TrainerRole:
     def restored(self, recovery: int, checkpoint: int, step: int, report: dict[str, Any]) -> None:
         """Say that this gang holds the checkpoint's state (0: the state it was born with) at `step`."""
         self.step = step
+        self.published_step = self.refused_step = -1  # nothing of this state is published yet
         ack = Ack(
             recovery=recovery,
             name="",
