@@ -39,6 +39,6 @@ def restore_state(
     if manifest.world_size != state.world_size:
         RngState.derive(seed, record.training_step, state.rank)
         remarks.append(
-            f"random generators were derived from the seed: {manifest.world_size} ranks saved, {state.world_size} are here"
+            f"random generators derived from the seed: {manifest.world_size} ranks saved, {state.world_size} are here"
         )
     return remarks, ", ".join(tiers) or "none"
