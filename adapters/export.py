@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.nn.parallel import DistributedDataParallel
 
 from ..engine.digest import digest_bytes
 from ..engine.errors import CorruptCheckpoint, StateMismatch, UnsupportedState
@@ -25,7 +23,7 @@ from ..engine.layout import FILE_LIMIT_BYTES, plan_layout
 from ..engine.manifest import FileEntry, check_path, encode_json
 from ..engine.pieces import Piece, dtype_name, form_of
 from ..engine.tensorfile import FileSystem, named_error, write_file, write_small_file
-from .torchstate import canonical_name
+from .modelstate import ModelState
 
 __all__ = ["export_image", "export_model", "read_hf_files", "write_image"]
 
@@ -53,18 +51,24 @@ def export_model(
     they are tied. A yielded tensor may be the live one: copy or write it before training goes on.
     Raises `StateMismatch` when the head should be tied and is a parameter of its own, `UnsupportedState` for meta.
     """
-    bare = model.module if isinstance(model, DistributedDataParallel) else model
-    left_out = _left_out(bare, tie_word_embeddings)
-    for raw, value in get_model_state_dict(bare).items():
-        name = canonical_name(raw)
-        if name in left_out or not isinstance(value, torch.Tensor):
+    state = ModelState(model)
+    left_out = {f"model/{name}" for name in _left_out(state, tie_word_embeddings)}
+    aliases = state.ties()
+    for unit in state.units:
+        others = {owner: [a for a, b in aliases.items() if b == owner] for owner in aliases.values()}
+        for name, whole in unit.gathered(dtype):
+            for one in (f"model/{name}", *others.get(f"model/{name}", ())):
+                if rank == writer and one not in left_out:
+                    yield one.removeprefix("model/"), whole
+    for name, value in state.items():
+        if name in left_out or not name.startswith("model/") or not isinstance(value, torch.Tensor):
             continue
         if value.is_meta:
             raise UnsupportedState(f"{name}: a meta tensor has no values to export", name)
         cast = value.detach().to(dtype) if dtype is not None and value.is_floating_point() else value.detach()
         whole = _gathered(cast)
         if rank == writer:
-            yield name, whole
+            yield name.removeprefix("model/"), whole
 
 
 def export_image(
@@ -205,28 +209,22 @@ def _hf_name(name: str) -> str:
     return name
 
 
-def _left_out(model: nn.Module, tie_word_embeddings: bool | None) -> set[str]:
+def _left_out(state: ModelState, tie_word_embeddings: bool | None) -> set[str]:
     """Names that the engine derives from others. Checked against the module: a tie on paper only is an error."""
     if tie_word_embeddings is None:
-        tie_word_embeddings = bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
+        tie_word_embeddings = bool(
+            getattr(getattr(state.model, "config", None), "tie_word_embeddings", False)
+        )
     if not tie_word_embeddings:
         return set()
-    declared = getattr(model, "all_tied_weights_keys", None)
-    wanted = {_TIED_HEAD} | (set(declared) if isinstance(declared, Mapping) else set())
-    owners: dict[str, list[str]] = {}
-    by_id: dict[int, str] = {}
-    for raw, parameter in model.named_parameters(remove_duplicate=False):
-        name = canonical_name(raw)
-        owners.setdefault(by_id.setdefault(id(parameter), name), []).append(name)
-    left_out = set()
-    for names in owners.values():
-        for name in wanted.intersection(names):
-            if len(names) == 1:
-                raise StateMismatch(
-                    f"{name}: tied by the configuration, but a parameter of its own", changed=[name]
-                )
-            left_out.add(name)
-    return left_out
+    declared = getattr(state.model, "all_tied_weights_keys", None)
+    wanted = {_TIED_HEAD, *(declared if isinstance(declared, Mapping) else ())}
+    ties = state.ties()
+    tied = {name.removeprefix("model/") for pair in ties.items() for name in pair}
+    present = {name.removeprefix("model/") for name, _ in state.items()}
+    for name in sorted((wanted & present) - tied):
+        raise StateMismatch(f"{name}: tied by the configuration, but a parameter of its own", changed=[name])
+    return wanted & present
 
 
 def _gathered(value: torch.Tensor) -> torch.Tensor:

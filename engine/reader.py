@@ -142,16 +142,21 @@ class CheckpointReader:
         return self._tensors[self.owner(name)]
 
     def prepare(self, boxes: Iterable[Box]) -> None:
-        """Fetch and verify every file that any of `boxes` touches. `CorruptCheckpoint` lists what was
-        tried.
+        """Fetch and verify every file that any of `boxes` touches, and find every tensor in them.
+
+        After it `read_into` for these boxes does nothing but copy: only the device's memory, or a disk that no
+        longer gives back what it just gave, can still fail. `CorruptCheckpoint` lists what was tried.
         """
-        needed = set()
+        needed: dict[str, list[tuple[ShardEntry, str]]] = {}
         for name, offsets, lengths in boxes:
-            for shard in self.entry(name).shards:
+            entry = self.entry(name)
+            for shard in entry.shards:
                 if _meet(offsets, lengths, shard.offsets, shard.lengths) is not None:
-                    needed.add(shard.file)
+                    needed.setdefault(shard.file, []).append((shard, entry.dtype))
         for path in sorted(needed):
-            self.file(path)
+            file = self.file(path)
+            for shard, dtype in needed[path]:
+                file.tensor(shard, dtype_of(dtype))
 
     def file(self, path: str) -> VerifiedFile:
         """The verified file of a recorded path, from the first copy that is good."""

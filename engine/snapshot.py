@@ -10,11 +10,12 @@ at once.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from .arena import Arena, ArenaPool
@@ -133,7 +134,7 @@ class Snapshotter:
             file_limit_bytes=file_limit,
             header_limit_bytes=header_limit,
         )
-        entries = tuple(
+        entries = _joined(
             _entry(pieces[owners[slot.index]], forms[slot.index], self._folder + file.name, slot.key)
             for file in layout.files
             for slot in file.slots
@@ -274,6 +275,17 @@ def _entry(piece: Piece, form: Form, path: str, key: str) -> TensorEntry:
     return TensorEntry(
         name=piece.name, dtype=dtype_name(piece.tensor.dtype), shape=piece.shape, shards=(shard,)
     )
+
+
+def _joined(entries: Iterable[TensorEntry]) -> tuple[TensorEntry, ...]:
+    """One entry a name: a rank may hold several boxes of one tensor."""
+    found: dict[str, TensorEntry] = {}
+    for entry in entries:
+        first = found.get(entry.name)
+        if first is not None:
+            entry = msgspec.structs.replace(first, shards=first.shards + entry.shards)
+        found[entry.name] = entry
+    return tuple(found.values())
 
 
 def _fill(plan: _Plan, moves: _Moves, pieces: Sequence[Piece], arena: Arena) -> None:
