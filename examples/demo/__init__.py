@@ -1,0 +1,1 @@
+"""The main job: a tiny GRPO that is trained, killed three times and healed, all on real parts."""
