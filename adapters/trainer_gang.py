@@ -35,6 +35,8 @@ _KINDS: tuple[Kind, ...] = (
 )
 _WIDTH = 6
 _ERROR_BYTES = 2048
+_TCP_STORE: Any = getattr(dist, "TCPStore", None)  # documented, but torch's stubs do not export it
+_HASH_STORE: Any = getattr(dist, "HashStore", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,22 +132,28 @@ class PartLink:
 
     def __init__(self, gang: Gang, timeout_seconds: float = 60.0) -> None:
         self._rank, self._world_size = gang.rank, gang.world_size
-        self._store: dist.Store
-        self._waiting: dist.Store  # a client of its own: a wait holds its client's lock
+        self._store: Any
+        self._waiting: Any  # a client of its own: a wait holds its client's lock
         wait = datetime.timedelta(seconds=timeout_seconds)
         if gang.world_size == 1:
-            self._store = self._waiting = dist.HashStore()
+            self._store = self._waiting = _HASH_STORE()
             return
         if gang.rank == 0:
-            host = _own_address()
-            self._store = dist.TCPStore(host, 0, None, is_master=True, timeout=wait, wait_for_workers=False)
+            try:
+                host = _own_address()
+            except SlackwaterError as error:
+                gang.broadcast(Command("error", payload=str(error).encode()))
+                raise
+            self._store = _TCP_STORE(host, 0, None, is_master=True, timeout=wait, wait_for_workers=False)
             port = self._store.port
             gang.broadcast(Command("wait", step=port, payload=msgspec.json.encode({"host": host})))
         else:
             told = gang.broadcast(None)
+            if told.kind == "error":
+                raise SlackwaterError(f"rank 0: {told.payload.decode()}")
             host, port = str(told.decoded()["host"]), told.step
-            self._store = dist.TCPStore(host, port, None, timeout=wait, wait_for_workers=False)
-        self._waiting = dist.TCPStore(host, port, None, timeout=wait, wait_for_workers=False)
+            self._store = _TCP_STORE(host, port, None, timeout=wait, wait_for_workers=False)
+        self._waiting = _TCP_STORE(host, port, None, timeout=wait, wait_for_workers=False)
 
     def send_part(self, round_: int, part: bytes) -> None:
         """This rank's list for a round (JSON)."""

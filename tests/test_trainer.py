@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from slackwater.backends.child import free_ports
 from slackwater.backends.embedded import EtcdCluster
 from slackwater.backends.embedded_s3 import S3Server
 from slackwater.engine.model import Checkpoint, Request
@@ -236,3 +240,26 @@ def test_a_step_costs_one_small_broadcast(tmp_path: Path, etcd: EtcdCluster, job
         median_us = blocked[len(blocked) // 2] * 1e6
         print(f"end_step, nothing to do, 2 gloo ranks: median {median_us:.0f} us")
         assert median_us < 5000
+
+
+@pytest.mark.alone
+def test_the_broadcast_takes_at_most_200_microseconds() -> None:
+    """The one collective at a step's end, on gloo between two ranks: median of 3000."""
+    script = Path(__file__).parent / "trainer_scripts" / "broadcast.py"
+    env = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_ports(1)[0]),
+        "OMP_NUM_THREADS": "1",
+    }
+    argv = [[sys.executable, str(script), str(rank), "2"] for rank in (0, 1)]
+    ranks = [subprocess.Popen(one, env=env, stdout=subprocess.PIPE, text=True) for one in argv]
+    try:
+        median_us = float(ranks[0].communicate(timeout=60)[0])
+        assert [rank.wait(30) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    print(f"broadcast of a directive, 2 gloo ranks: median {median_us:.0f} us")
+    assert median_us <= 200
