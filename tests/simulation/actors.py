@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,6 @@ from slackwater.engine.errors import (
     LeaseLost,
     SlackwaterError,
     SlotOccupied,
-    StoreRewound,
     Unavailable,
 )
 from slackwater.engine.follow import Follower
@@ -97,9 +97,7 @@ def coordinator_main(world: World, process: Process, _beat: Process) -> None:
     name = process.name
     store = world.store_of(process)
     while True:
-        session = Session(
-            store, world.config.timers.lease_s, clock=world.kernel.clock, pause=process.sleep
-        )
+        session = Session(store, world.config.timers.lease_s, clock=world.kernel.clock, pause=process.sleep)
         try:
             session.open()
         except (Unavailable, LeaseLost):
@@ -165,10 +163,8 @@ def rollout_main(world: World, process: Process, beat_process: Process) -> None:
                     process.sleep(0.5)
         except EngineLost as error:
             if error.hard:
-                try:
+                with contextlib.suppress(Unavailable, LeaseLost):
                     membership.end("exited", str(error))
-                except (Unavailable, LeaseLost):
-                    pass
         except Fenced:
             pass
         finally:
@@ -210,10 +206,8 @@ class Over(Exception):
 
 def trainer_main(world: World, process: Process, beat_process: Process) -> None:
     """One gang: restore, then steps with a boundary after each."""
-    try:
+    with contextlib.suppress(Over, Fenced, SlotOccupied):
         Trainer(world, process, beat_process).run()
-    except (Over, Fenced, SlotOccupied):
-        pass
     world.exited("trainer", process)
 
 
@@ -335,9 +329,7 @@ class Trainer:
         self.model = Model(self.model.step + 1, digest, self.model.trained | set(samples))
         self.role.step = self.model.step
         self.me.beat.tick()
-        done = self.buffer_call(
-            lambda: buffer.step_done(timeline, incarnation, step) or True, "step_done"
-        )
+        done = self.buffer_call(lambda: buffer.step_done(timeline, incarnation, step) or True, "step_done")
         if done is not None:
             self.role.report(view)  # only now: the buffer's log reaches this step
         return done is not None
@@ -349,7 +341,11 @@ class Trainer:
         while not self.stops():
             view = self.eyes.wait(1.0)
             recovering = view.recovery is not None
-            if not recovering and self.me.standing(view) == "ours" and self.world.buffer.timeline == self.me.timeline:
+            if (
+                not recovering
+                and self.me.standing(view) == "ours"
+                and self.world.buffer.timeline == self.me.timeline
+            ):
                 self.boundary()
                 return
             if self.me.beat.lost:
@@ -481,7 +477,9 @@ class Trainer:
                         for tier in (world.files, world.remote):
                             if tier.pop(f"{record.path}/{part}", None) is not None:
                                 world.invariants.deleted(number)
-                    self.role.upload(Upload(checkpoint=number, incarnation=self.me.incarnation, state="removed"))
+                    self.role.upload(
+                        Upload(checkpoint=number, incarnation=self.me.incarnation, state="removed")
+                    )
                     removed.add(number)
                 continue
             if number not in marked:

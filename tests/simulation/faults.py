@@ -17,6 +17,7 @@ from .world import World, default_config
 
 __all__ = ["Fault", "Schedule", "draw", "minimise", "run"]
 
+STORMY = 100_000  # from this seed on, faults also come in pairs that belong together
 QUIET_SECONDS = 200.0
 
 
@@ -94,6 +95,17 @@ def draw(seed: int, seconds: float = 60.0) -> Schedule:
                 rng.choice((0.1, 0.3, 0.6, 1.0)),
             )
         )
+    if seed >= STORMY:
+        for _ in range(rng.randint(1, 4)):
+            at, who = rng.uniform(1.0, seconds), rng.choice(names)
+            spell = rng.choice(("late", "late", "lost", "watch"))
+            faults.append(Fault(round(at, 3), spell, who, 4.0, 1.0))
+            hit = rng.choice(("kill", "pause", "pause", "exit"))
+            faults.append(
+                Fault(round(at + rng.uniform(0.0, 3.0), 3), hit, who, round(rng.uniform(3.5, 9.0), 3))
+            )
+            if rng.random() < 0.5:
+                faults.append(Fault(round(at + rng.uniform(0.0, 9.0), 3), "older", who))
     faults.sort(key=lambda fault: fault.at)
     return Schedule(
         seed, tuple(faults), rollouts, coordinators, rng.choice(("overlap", "overlap", "strict")), seconds
@@ -137,6 +149,9 @@ def _strike(world: World, fault: Fault) -> None:
         path = done[-1].replace("committed.json", "trainer") if done else ""
         world.files.pop(path, None)
         world.remote.pop(path, None)
+    elif kind == "older":
+        found = sorted(key for key in world.invariants.now if key.startswith("checkpoints/"))
+        _ask(world, Request(kind="rollback", checkpoint=int(found[0].rsplit("/", 1)[1]) if found else 0))
     elif kind == "leave":
         _ask(world, Request(kind="remove", name=name))
     else:
@@ -176,8 +191,12 @@ def _settle(world: World) -> None:
     for _ in range(int(QUIET_SECONDS / 10)):
         steps, commits = seen.steps, seen.commits
         kernel.run(10.0)
-        if kernel.problems or (seen.steps > steps + 2 and seen.commits > commits and "recovery/current" not in seen.now):
+        if kernel.problems or (
+            seen.steps > steps + 2 and seen.commits > commits and "recovery/current" not in seen.now
+        ):
             break
+    else:
+        seen.quiet(seen.steps)
     if not kernel.problems:
         seen.quiet(steps)
 

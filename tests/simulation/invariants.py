@@ -176,7 +176,11 @@ class Invariants:
         if record["pinned"]:
             self.fail("I12", f"checkpoint {number} is marked though pinned")
         for key, upload in before.items():
-            if key.startswith("uploads/") and upload["checkpoint"] == number and upload["state"] == "uploading":
+            if (
+                key.startswith("uploads/")
+                and upload["checkpoint"] == number
+                and upload["state"] == "uploading"
+            ):
                 self.fail("I12", f"checkpoint {number} is marked while it uploads")
 
     def _version(self, before: dict[str, Any], key: str, record: dict[str, Any]) -> None:
@@ -345,7 +349,10 @@ class Invariants:
 
     def effect(self, me: Membership | None, what: str) -> None:
         """A participant is about to change something outside etcd."""
-        if me is not None and not me.beat.alive():
+        if me is None:
+            return
+        lease = self.world.store._leases.get(me.beat.lease)
+        if lease is None or lease.expires_at <= self.world.kernel.now:
             self.fail("I11", f"{me.name}: {what} after its lease may have expired")
 
     def granted(self, me: Membership, view: View) -> None:
@@ -406,7 +413,10 @@ class Invariants:
             return
         if self.steps == steps_before:
             holds = [key for key in self.now if key.startswith("hold/")]
-            self.fail("liveness", f"no step in the quiet: recovery {recovery}, holds {holds}, go {self.now.get('go')}")
+            self.fail(
+                "liveness",
+                f"no step in the quiet: recovery {recovery}, holds {holds}, go {self.now.get('go')}",
+            )
         for name, engine in self.world.engines.items():
             route = self.now.get(f"routes/{name}")
             if route is not None:

@@ -82,7 +82,7 @@ class Task:
             self._body()
         except GreenletExit:
             pass
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - whatever ends a process is a finding
             self.process.kernel.fail(f"{self.name} crashed: {traceback.format_exc()}")
         self.process.tasks.discard(self)
 

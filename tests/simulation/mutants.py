@@ -9,8 +9,21 @@ from typing import Any
 
 import msgspec
 
-from slackwater.engine import boundary, coordinator, decide, liveness, membership, recovery, retention, rounds, wishes
-from slackwater.engine import bufferrole, election, rolloutrole, session, trainerrole, view
+from slackwater.engine import (
+    boundary,
+    bufferrole,
+    decide,
+    election,
+    liveness,
+    membership,
+    recovery,
+    retention,
+    rounds,
+    session,
+    trainerrole,
+    view,
+    wishes,
+)
 from slackwater.engine.action import Action
 from slackwater.engine.ports import Compare, Txn
 
@@ -83,8 +96,10 @@ def _voters_not_awaited() -> Patch:
 def _freeze_left_by_abort() -> Patch:
     original = rounds._close
     patched = lambda view_, round_: [op for op in original(view_, round_) if op.key != view_.keys.freeze]  # noqa: E731
-    return [(rounds, "_close", patched), (rounds, "decide_round", _without_orphan())] + [
-        (decide, "decide_round", _without_orphan())
+    return [
+        (rounds, "_close", patched),
+        (rounds, "decide_round", _without_orphan()),
+        (decide, "decide_round", _without_orphan()),
     ]
 
 
@@ -287,7 +302,9 @@ def _newest_marked() -> Patch:
 
 def _uploads_marked() -> Patch:
     original = retention.expendable
-    return [(retention, "expendable", lambda records, lineage, keep, in_use: original(records, lineage, 1, ()))]
+    return [
+        (retention, "expendable", lambda records, lineage, keep, in_use: original(records, lineage, 1, ()))
+    ]
 
 
 def _routes_survive_fence() -> Patch:
@@ -333,7 +350,10 @@ def _go_for_anyone() -> Patch:
     def patched(view_: Any, record: Any, elapsed: float, config: Any) -> Any:
         trainer = view_.participant("trainer")
         action = original(view_, record, elapsed, config)
-        unwanted = lambda c: c.key in (view_.keys.participant("trainer"), view_.keys.recovery, view_.keys.timeline)  # noqa: E731
+
+        def unwanted(c):
+            return c.key in (view_.keys.participant("trainer"), view_.keys.recovery, view_.keys.timeline)
+
         return _without(action, unwanted) if trainer is not None else action
 
     return [(recovery, "_freshness", patched)]
@@ -347,7 +367,15 @@ def _voters_without_routes() -> Patch:
         first = action.ops[0]
         record = msgspec.json.decode(first.value)
         record["voters"] = {n: i for n, i in record["voters"].items() if not n.startswith("rollout")}
-        return _replaced(action, ops=(msgspec.structs.replace(first) if False else type(first)(first.key, msgspec.json.encode(record)), *action.ops[1:]))
+        return _replaced(
+            action,
+            ops=(
+                msgspec.structs.replace(first)
+                if False
+                else type(first)(first.key, msgspec.json.encode(record)),
+                *action.ops[1:],
+            ),
+        )
 
     return [(rounds, "_fix_voters", patched)]
 

@@ -97,13 +97,11 @@ def rpc(
             return False, error
 
     if fate in ("lost", "late"):
-        arrives = delay if fate == "lost" else rng.uniform(CALL_TIMEOUT, 4 * CALL_TIMEOUT)
+        arrives = delay if fate == "lost" else rng.uniform(CALL_TIMEOUT, 8 * CALL_TIMEOUT)
         kernel.after(arrives, lambda: (execute(), None)[1])
         process.sleep(rng.choice((0.05, CALL_TIMEOUT)))
         raise Unavailable(f"{what}: no answer")
-    answer = process.wait(
-        CALL_TIMEOUT, lambda done: kernel.after(delay, lambda: done(execute()))
-    )
+    answer = process.wait(CALL_TIMEOUT, lambda done: kernel.after(delay, lambda: done(execute())))
     if answer is None:
         raise Unavailable(f"{what}: no answer")
     good, value = answer
@@ -185,9 +183,7 @@ class WatchProxy:
             if kernel.now < self._stalled_until:
                 self._process.sleep(min(remaining, self._stalled_until - kernel.now))
             else:
-                self._process.wait(
-                    remaining, lambda wake: self._network.listen(self._process, wake)
-                )
+                self._process.wait(remaining, lambda wake: self._network.listen(self._process, wake))
 
     def _read(self) -> WatchBatch | None:
         store, rng = self._network.store, self._rng

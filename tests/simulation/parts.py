@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 from slackwater.engine.beat import Beat
 from slackwater.engine.beatport import Registered
 from slackwater.engine.engineport import EngineGone, EngineStatus, Proof
-from slackwater.engine.errors import Conflict, CorruptCheckpoint, EngineFault, Fenced, LeaseLost, NotFound, Unavailable
+from slackwater.engine.errors import (
+    Conflict,
+    CorruptCheckpoint,
+    EngineFault,
+    Fenced,
+    LeaseLost,
+    NotFound,
+    Unavailable,
+)
 from slackwater.engine.membership import Membership
 from slackwater.engine.model import Alive, Checkpoint, WeightVersion
 from slackwater.engine.samples import BufferPart, FreshnessReport
@@ -95,7 +104,9 @@ class SimBeat:
     def adopt(self, registered: Registered, alive: Alive) -> None:
         if self._beat is not None:
             self._report = alive
-            self._beat.adopt(registered.timeline_mod, registered.registration_mod, registered.alive_create, alive)
+            self._beat.adopt(
+                registered.timeline_mod, registered.registration_mod, registered.alive_create, alive
+            )
 
     def report(self, alive: Alive) -> None:
         self._report = alive
@@ -124,10 +135,8 @@ class SimBeat:
     def close(self) -> None:
         self._closed = True
         if self._beat is not None:
-            try:
+            with contextlib.suppress(Unavailable, LeaseLost):
                 self._worker_store().revoke(self._beat.state.lease)
-            except (Unavailable, LeaseLost):
-                pass
 
 
 @dataclass
