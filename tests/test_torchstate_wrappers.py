@@ -230,6 +230,7 @@ def _matrix(rank: int, world: int, root: str, optimizer: str, unused: bool, save
 
 
 @pytest.mark.real
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(("optimizer", "unused"), [("adamw", False), ("counting", True)])
 def test_every_wrapper_to_every_other(tmp_path: Path, optimizer: str, unused: bool) -> None:
     """Plain, compiled, DDP, FSDP2 and FSDP1 at two ranks write what torch says they hold, and each restores
