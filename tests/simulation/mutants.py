@@ -423,7 +423,7 @@ def mutated(name: str) -> Iterator[None]:
             setattr(target, attribute, value)
 
 
-def hunt(name: str, seconds: float, first_seed: int = 1) -> tuple[Schedule, str] | None:
+def hunt(name: str, seconds: float, first_seed: int = 100_000) -> tuple[Schedule, str] | None:
     """Look for a schedule that shows the mutant; None when time ran out."""
     end = time.monotonic() + seconds
     seed = first_seed
