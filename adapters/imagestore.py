@@ -9,7 +9,15 @@ from ..engine.errors import CorruptCheckpoint, NotFound
 from ..engine.image import IMAGE_NAME, verify_image
 from ..engine.model import WeightVersion
 
-__all__ = ["DirectoryImages"]
+__all__ = ["DirectoryImages", "directory_of"]
+
+
+def directory_of(location: str) -> Path:
+    """The directory that a `file://` location names, resolved; `NotFound` when it is no such location."""
+    parts = urlsplit(location)
+    if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
+        raise NotFound(f"{location!r} is no file:// location")
+    return Path(unquote(parts.path)).resolve()
 
 
 class DirectoryImages:
@@ -37,10 +45,10 @@ class DirectoryImages:
         return directory
 
     def _directory(self, version: WeightVersion) -> Path:
-        parts = urlsplit(version.location)
-        if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
-            raise NotFound(f"version {version.version}: {version.location!r} is no file:// location")
-        directory = Path(unquote(parts.path)).resolve()
+        try:
+            directory = directory_of(version.location)
+        except NotFound as error:
+            raise NotFound(f"version {version.version}: {error}") from None
         if self._root is not None and not directory.is_relative_to(self._root):
             raise NotFound(f"version {version.version}: {directory} is not below {self._root}")
         return directory

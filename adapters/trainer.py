@@ -181,9 +181,16 @@ class Trainer:
         That is one more than before, or the restored step when a recovery took the gang back. Publishes, takes the
         snapshot of a checkpoint, or stands when the protocol wants it. Raises `Fenced` when this life is over.
         """
+        self.step += 1
+        return self.idle()
+
+    def idle(self) -> int:
+        """What `end_step` does, without a step having been done: when there is nothing to train on just now.
+
+        Call it by every rank; publishes, saves, stands and goes back like `end_step`.
+        """
         self._raise_crashed()
         started = time.perf_counter()
-        self.step += 1
         while True:
             command = self._gang.broadcast(self._judge() if self._steward is not None else None)
             if command.kind == "go":
@@ -488,7 +495,7 @@ class Trainer:
         try:
             done = role.publish(
                 steward.caught_up(),
-                location=str(directory) if record is not None else "",
+                location=directory.resolve().as_uri() if record is not None else "",
                 digest=record.digest if record is not None else "",
                 size_bytes=record.size_bytes if record is not None else 0,
                 attempt=attempt,

@@ -17,6 +17,7 @@ from ..engine.model import Pin, Serving, WeightVersion
 from ..engine.tensorfile import named_error
 from ..engine.view import View
 from .export import export_image
+from .imagestore import directory_of
 from .trainer_gang import Command, Gang
 
 __all__ = ["Publisher"]
@@ -88,8 +89,8 @@ class Publisher:
         for record in versions.values():
             if record.version in kept or not record.location:
                 continue
-            directory = Path(record.location)
-            if self._images not in directory.parents or not directory.is_dir():
+            directory = directory_of(record.location)
+            if self._images.resolve() not in directory.parents or not directory.is_dir():
                 continue
             try:
                 (directory / "image.json").unlink(missing_ok=True)

@@ -194,10 +194,9 @@ class Freeze(Record, frozen=True, kw_only=True):
 
 
 class RoundHead(Record, frozen=True, kw_only=True):
-    """`round_head`: the last round's number and the step it was meant for."""
+    """`round_head`: the last round's number."""
 
     round: int
-    not_before_step: int = 0
 
 
 class Round(Record, frozen=True, kw_only=True):

@@ -63,10 +63,10 @@ def _open(view: View, seen: FirstSeen, now: float, config: JobConfig) -> list[Ac
             return [next_round(view, config, last, 0, "time")]
     if settings.every_steps > 0:
         every = settings.every_steps
-        done = max(trainer.training_step, go.from_step)
-        planned = last.not_before_step if last.not_before_step <= done + every else 0
-        due = max(done // every * every + every, planned + every if planned > done else 0)
-        return [next_round(view, config, last, due, "steps")]
+        # The report may be a few beats old: what was cut on this timeline is newer.
+        cuts = (r.training_step for r in view.checkpoints().values() if r.timeline == view.timeline)
+        done = max(trainer.training_step, go.from_step, *cuts)
+        return [next_round(view, config, last, done // every * every + every, "steps")]
     return []
 
 
@@ -90,7 +90,7 @@ def next_round(
         view.same(keys.timeline),
         Compare(keys.recovery, "create", "=", 0),
     )
-    head = RoundHead(round=number, not_before_step=not_before_step)
+    head = RoundHead(round=number)
     return Action(f"prepare round {number}", compares, (put(keys.round, record), put(keys.round_head, head)))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from slackwater.adapters.imagestore import directory_of
 from slackwater.backends.child import free_ports
 from slackwater.backends.embedded import EtcdCluster
 from slackwater.backends.embedded_s3 import S3Server
@@ -176,7 +177,7 @@ def test_restored_weights_are_published_before_the_first_step(
         assert (after.version, after.step) == (head.version + 1, record.training_step)
         published = running.view().weight_version(after.version)
         assert published is not None
-        assert (Path(published.location) / "model.safetensors").is_file()
+        assert (directory_of(published.location) / "model.safetensors").is_file()
 
 
 def test_second_trainer_is_refused(tmp_path: Path, etcd: EtcdCluster, job: str) -> None:
