@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from pathlib import Path
 
 import msgspec
 
@@ -22,7 +23,10 @@ def main() -> int:
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first violation")
     parser.add_argument("--no-mutants", action="store_true")
     parser.add_argument("--no-minimise", action="store_true")
+    parser.add_argument("--record", action="store_true", help="hunt every mutant and record its seed")
     options = parser.parse_args()
+    if options.record:
+        return _record(60.0)
     if options.replay:
         world = run(msgspec.json.decode(options.replay, type=Schedule))
         print("\n".join(world.kernel.problems) or "no violation")
@@ -62,6 +66,20 @@ def main() -> int:
         result["mutants_caught"] = f"{caught}/{total}"
     print(json.dumps(result) if options.json else json.dumps(result, indent=1))
     return int(bool(violations) or caught != total)
+
+
+def _record(seconds_each: float) -> int:
+    """Hunt for every mutant and write the seeds down; needed anew when the protocol's timing changes."""
+    from .mutants import MUTANTS, hunt
+
+    seeds = {}
+    for name in sorted(MUTANTS):
+        found = hunt(name, seconds_each)
+        print(name, found[1].splitlines()[-1] if found else "NOT FOUND", file=sys.stderr, flush=True)
+        if found:
+            seeds[name] = found[0].seed
+    Path(__file__).with_name("seeds.json").write_text(json.dumps(seeds, indent=1) + "\n")
+    return int(len(seeds) < len(MUTANTS))
 
 
 if __name__ == "__main__":
