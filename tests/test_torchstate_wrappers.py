@@ -187,7 +187,7 @@ def _matrix(rank: int, world: int, root: str, optimizer: str, unused: bool, save
     torch.set_num_threads(1)
     base = Path(root)
     dist.init_process_group(
-        "gloo", init_method=f"file://{base}/pg-{world}-{optimizer}-{unused}", rank=rank, world_size=world
+        "gloo", init_method=f"file://{base}/pg-{world}-{len(saved)}", rank=rank, world_size=world
     )
     try:
         kinds = [k for k in KINDS if not (unused and k == "fsdp1-flat")]
