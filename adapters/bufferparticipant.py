@@ -6,11 +6,9 @@ import os
 import socket
 import threading
 import time
-from pathlib import Path
 
 import structlog
 
-from ..backends.local import LocalTier
 from ..engine.beatport import BeatPort
 from ..engine.bufferport import Buffer
 from ..engine.bufferrole import BufferRole
@@ -68,7 +66,7 @@ class BufferParticipant:
         """
         self._store = store = self._services.store(self._site)
         bootstrap(store, self._config)
-        tier = LocalTier(Path(self._site.local).absolute())
+        tier = self._services.tier(self._site, None)
         tier.prepare()
         objects = self._services.objects(self._site)
         self._beat = self._services.beat(self._config, self._site, BUFFER)

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from ..backends.local import LocalTier
 from ..engine.digest import digest_file, sha256_text
 from ..engine.errors import CorruptCheckpoint, SlackwaterError
+from ..engine.filetier import FileTier
 from ..engine.manifest import FileEntry, Manifest, Part, check_path, encode_json
 from ..engine.model import Checkpoint
 from ..engine.ports import ObjectStore
@@ -28,7 +28,7 @@ _OBJECT = "buffer/part"
 class TieredParts:
     """`BufferParts` on a local tier, with an object store behind it for what is not here any more."""
 
-    def __init__(self, tier: LocalTier, objects: ObjectStore | None) -> None:
+    def __init__(self, tier: FileTier, objects: ObjectStore | None) -> None:
         self._tier, self._objects = tier, objects
 
     def directory(self, path: str) -> Path:

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import structlog
 
 from ..engine.errors import SlackwaterError
+from ..engine.filetier import FileTier
+from ..engine.manifest import COMMITTED_NAME, MANIFEST_NAME
 from ..engine.model import Checkpoint, Upload
 from ..engine.ports import ObjectStore
 from ..engine.trainerrole import TrainerRole
 from ..engine.view import View
 
-__all__ = ["Janitor", "Removing"]
-
-_MANIFEST = "manifest.json"
-_COMMITTED = "committed.json"
-
-
-class Removing(Protocol):
-    """The one thing that is asked of a local tier here."""
-
-    def remove(self, relative: str) -> None:
-        """Remove an attempt's directory, manifest first; a missing one is no error."""
-        ...
+__all__ = ["Janitor"]
 
 
 class Janitor:
@@ -33,7 +22,7 @@ class Janitor:
     no harm. The manifest goes first, so that a half-removed checkpoint can be taken for nothing else.
     """
 
-    def __init__(self, role: TrainerRole, host: str, tier: Removing, objects: ObjectStore | None) -> None:
+    def __init__(self, role: TrainerRole, host: str, tier: FileTier, objects: ObjectStore | None) -> None:
         self._role = role
         self._host = host
         self._tier = tier
@@ -56,7 +45,7 @@ class Janitor:
     def _remove(self, record: Checkpoint) -> None:
         self._tier.remove(record.path)
         if self._objects is not None:
-            for name in (_COMMITTED, _MANIFEST):
+            for name in (COMMITTED_NAME, MANIFEST_NAME):
                 self._objects.delete(f"{record.path}/{name}")
             for found in list(self._objects.list(f"{record.path}/")):
                 self._objects.delete(found.key)

@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..backends.etcd import EtcdStore
+from ..backends.local import LocalTier
 from ..engine.config import Site
 from ..engine.errors import AuthFailed, ConfigError, NotFound, SlackwaterError, Unavailable
+from ..engine.filetier import FileTier
+from ..engine.tensorfile import FileSystem
 
 if TYPE_CHECKING:
     from ..backends.s3 import S3Store
 
-__all__ = ["PASSWORD_VARIABLE", "connect_store", "open_objects", "open_store"]
+__all__ = ["PASSWORD_VARIABLE", "connect_store", "open_objects", "open_store", "open_tier"]
 
 PASSWORD_VARIABLE = "SLACKWATER_ETCD_PASSWORD"  # noqa: S105  # the variable's name, not a password
 
@@ -105,3 +108,8 @@ def open_objects(site: Site) -> S3Store | None:
             f"{where} lacks conditional writes (If-None-Match), without which no commit is safe"
         )
     return store
+
+
+def open_tier(site: Site, files: FileSystem | None = None) -> FileTier:
+    """The local tier at `site.local`; does no I/O (`prepare` does). `files` takes the place of the system's calls."""
+    return LocalTier(Path(site.local).absolute(), files or FileSystem())

@@ -23,7 +23,6 @@ import msgspec
 import structlog
 import torch
 
-from ..backends.local import LocalTier
 from ..engine import errors
 from ..engine.boundary import Directive
 from ..engine.bufferport import Buffer
@@ -128,7 +127,7 @@ class Trainer:
         self.config, self.site = config, site
         self._services = services or default_services()
         self._gang = Gang()
-        self._tier = LocalTier(Path(site.local).absolute(), files or FileSystem())
+        self._tier = self._services.tier(site, files)
         own = {"rng": RngState(), **(rank_extras or {})}
         place = {"rank": self._gang.rank, "world_size": self._gang.world_size}
         self._state = TrainState(model, optimizers, schedulers, extras, own, **place)

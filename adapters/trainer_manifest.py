@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..backends.local import MANIFEST_NAME, LocalTier
 from ..engine.errors import CorruptCheckpoint, NotFound
 from ..engine.fetch import TieredSources
-from ..engine.manifest import Manifest, decode_manifest, manifest_digest
+from ..engine.filetier import FileTier
+from ..engine.manifest import MANIFEST_NAME, Manifest, decode_manifest, manifest_digest
 from ..engine.model import Checkpoint
 from ..engine.ports import ObjectStore
 
 __all__ = ["open_sources", "read_manifest"]
 
 
-def read_manifest(record: Checkpoint, tier: LocalTier, objects: ObjectStore | None) -> Manifest:
+def read_manifest(record: Checkpoint, tier: FileTier, objects: ObjectStore | None) -> Manifest:
     """The manifest that the record names, from the first tier that has it. `CorruptCheckpoint` says what was tried."""
     tried = []
     where = f"{record.path}/{MANIFEST_NAME}"
@@ -36,7 +36,7 @@ def read_manifest(record: Checkpoint, tier: LocalTier, objects: ObjectStore | No
 
 
 def open_sources(
-    record: Checkpoint, tier: LocalTier, objects: ObjectStore | None, cache: Path
+    record: Checkpoint, tier: FileTier, objects: ObjectStore | None, cache: Path
 ) -> TieredSources:
     """Where the record's files are read: this host's directory, then the object store by way of `cache`."""
     return TieredSources(tier.path(record.path), objects, record.path, cache)

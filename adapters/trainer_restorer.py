@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shutil
 
-from ..backends.local import LocalTier
 from ..engine.errors import CorruptCheckpoint, NotFound, SlackwaterError
+from ..engine.filetier import FileTier
 from ..engine.model import Checkpoint
 from ..engine.ports import ObjectStore
 from ..engine.reader import CheckpointReader
@@ -17,7 +17,7 @@ __all__ = ["restore_state"]
 
 
 def restore_state(
-    state: TrainState, record: Checkpoint, tier: LocalTier, objects: ObjectStore | None, seed: int
+    state: TrainState, record: Checkpoint, tier: FileTier, objects: ObjectStore | None, seed: int
 ) -> tuple[list[str], str]:
     """Load a checkpoint into this rank's objects; returns (remarks for people, which tiers were read).
 

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 import msgspec
 import structlog
 
-from ..backends.local import COMMITTED_NAME, MANIFEST_NAME, LocalTier
 from ..engine.digest import sha256_text
 from ..engine.errors import LeaseLost, SlackwaterError, Unavailable
+from ..engine.filetier import FileTier
 from ..engine.keys import BUFFER
 from ..engine.manifest import (
+    COMMITTED_NAME,
+    MANIFEST_NAME,
     Committed,
     Header,
     VersionVector,
@@ -52,7 +54,7 @@ class RoundDriver:
     def __init__(
         self,
         role: TrainerRole,
-        tier: LocalTier,
+        tier: FileTier,
         link: PartLink,
         world_size: int,
         committed: Callable[[Checkpoint], None],

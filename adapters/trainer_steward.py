@@ -10,13 +10,13 @@ from pathlib import Path
 
 import structlog
 
-from ..backends.local import COMMITTED_NAME, LocalTier
 from ..engine.beatport import BeatPort
 from ..engine.config import JobConfig, Site
 from ..engine.errors import DeadlineExceeded, NotFound, SlackwaterError, SlotOccupied, Unavailable
+from ..engine.filetier import FileTier
 from ..engine.follow import Follower
 from ..engine.keys import TRAINER, Keys
-from ..engine.manifest import Header, VersionVector
+from ..engine.manifest import COMMITTED_NAME, Header, VersionVector
 from ..engine.membership import Membership
 from ..engine.model import Alive, Checkpoint, Participant, Record
 from ..engine.ports import StateStore
@@ -45,7 +45,7 @@ class Steward:
         config: JobConfig,
         site: Site,
         services: Services,
-        tier: LocalTier,
+        tier: FileTier,
         link: PartLink,
         world_size: int,
     ) -> None:

@@ -8,8 +8,9 @@ import time
 
 import structlog
 
-from ..backends.local import COMMITTED_NAME, LocalTier
 from ..engine.errors import LeaseLost, SlackwaterError, Unavailable
+from ..engine.filetier import FileTier
+from ..engine.manifest import COMMITTED_NAME
 from ..engine.model import Checkpoint, Upload
 from ..engine.trainerrole import TrainerRole
 from ..engine.upload import UploadStore, publish_committed, upload_checkpoint
@@ -24,7 +25,7 @@ _REPORT_S = 1.0
 class Uploader:
     """`submit` a committed checkpoint; `drain` waits for all of them. `error` is why the newest is not durable."""
 
-    def __init__(self, role: TrainerRole, tier: LocalTier, objects: UploadStore, remote: str) -> None:
+    def __init__(self, role: TrainerRole, tier: FileTier, objects: UploadStore, remote: str) -> None:
         self._role, self._tier, self._objects, self._remote = role, tier, objects, remote
         self._jobs: queue.SimpleQueue[Checkpoint | None] = queue.SimpleQueue()
         self._lock = threading.Lock()

@@ -10,8 +10,8 @@ from typing import Any
 
 import structlog
 
-from ..backends.local import LocalTier
 from ..engine.errors import SlackwaterError
+from ..engine.filetier import FileTier
 from ..engine.manifest import encode_json
 from ..engine.snapshot import Staged
 from .trainer_gang import PartLink
@@ -37,7 +37,7 @@ class PartWriter:
     `last_error` is why the newest save of this gang is no checkpoint; "" when it is one, or while it is open.
     """
 
-    def __init__(self, tier: LocalTier, link: PartLink, rank: int, outcome_seconds: float) -> None:
+    def __init__(self, tier: FileTier, link: PartLink, rank: int, outcome_seconds: float) -> None:
         self._tier, self._link, self._rank = tier, link, rank
         self._outcome_seconds = outcome_seconds
         self._jobs: queue.SimpleQueue[SaveJob | None] = queue.SimpleQueue()

@@ -16,13 +16,11 @@ from pathlib import Path
 
 from ..engine.digest import digest_file
 from ..engine.errors import ConfigError, CorruptCheckpoint, NoSpace, NotFound, StoreError
-from ..engine.manifest import FileEntry, check_path
+from ..engine.manifest import COMMITTED_NAME, MANIFEST_NAME, FileEntry, check_path
 from ..engine.tensorfile import FileSystem, named_error, write_small_file
 
-__all__ = ["COMMITTED_NAME", "MANIFEST_NAME", "LocalTier"]
+__all__ = ["LocalTier"]
 
-MANIFEST_NAME = "manifest.json"
-COMMITTED_NAME = "committed.json"
 _JSON_LIMIT_BYTES = 1 << 30
 
 

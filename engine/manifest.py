@@ -16,7 +16,9 @@ from .digest import CHUNK_BYTES, is_digest, sha256_text
 from .errors import CorruptCheckpoint
 
 __all__ = [
+    "COMMITTED_NAME",
     "FORMAT_VERSION",
+    "MANIFEST_NAME",
     "Committed",
     "FileEntry",
     "Header",
@@ -36,6 +38,8 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"  # written last of all that a checkpoint consists of
+COMMITTED_NAME = "committed.json"  # beside it, once etcd has the record
 MAX_MANIFEST_BYTES = 1 << 30
 MAX_FILE_BYTES = 1 << 50
 MAX_DIMENSIONS = 64

@@ -37,7 +37,7 @@ ENGINE_MAY_IMPORT_OF_AWSCRT = re.compile(r"awscrt(\.checksums(\..*)?)?")
 ENGINE_MAY_NOT_IMPORT = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.parallel")
 
 # Imports run one way, adapters -> engine <- backends. These modules of adapters/ put the three together.
-COMPOSITION = {"cli", "attach", "beat", "sidecar"}
+COMPOSITION = {"cli", "stores"}
 ALLOWED_FOLDERS = {
     "engine": {"engine"},
     "backends": {"backends", "engine"},
