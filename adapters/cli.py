@@ -20,6 +20,7 @@ from ..engine.errors import (
 )
 from . import cli_attach, cli_checkpoints, cli_config
 from .cli_coordinator import coordinator
+from .cli_rebuild import rebuild
 from .cli_requests import checkpoint, hold, release, remove, retry, rollback
 from .cli_status import log, status
 from .cli_up import up
@@ -34,7 +35,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (coordinator, status, log, checkpoint, rollback, hold, release, remove, retry, up):
+for command in (coordinator, status, log, checkpoint, rollback, hold, release, remove, retry, rebuild, up):
     app.command()(command)
 app.add_typer(cli_attach.app, name="attach")
 app.add_typer(cli_checkpoints.app, name="checkpoints")
