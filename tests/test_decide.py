@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from slackwater.engine import model
-from slackwater.engine.config import JobConfig, Timers, WeightSettings
+from slackwater.engine.config import CheckpointSettings, JobConfig, Timers, WeightSettings
 from slackwater.engine.decide import decide
 from slackwater.engine.keys import Keys
 from slackwater.engine.model import (
@@ -22,7 +22,9 @@ from slackwater.engine.model import (
     Lineage,
     Participant,
     Recovery,
+    Request,
     Round,
+    RoundHead,
     Route,
     Timeline,
     Vote,
@@ -56,10 +58,10 @@ class Board:
         del self.kvs[key]
         self.times[key] = (0, at)
 
-    def decide(self, now: float = 0.0, config: JobConfig = CONFIG) -> Mapping[str, model.Record | None]:
+    def decide(self, now: float = 0.0, config: JobConfig = CONFIG) -> Mapping[str, Put | None]:
         """Names of the actions that are due, with the first record that each writes."""
         view = View(KEYS, self.kvs, self.revision, {})
-        found = {}
+        found: dict[str, Put | None] = {}
         for action in decide(view, FirstSeen(self.times), now, config):
             puts = [op for op in action.ops if isinstance(op, Put)]
             found[action.name] = puts[0] if puts else None
@@ -313,3 +315,47 @@ def test_too_few_rollouts_hold_the_trainer_aloud() -> None:
     assert "hold min_rollouts" not in board.decide()
     board.drop(KEYS.route("r1"))
     assert "hold min_rollouts" in board.decide()
+
+
+def test_rounds_come_at_multiples_of_n() -> None:
+    """The next multiple of `every_steps` after what was done or cut, announced ahead of time."""
+    board = running()
+    assert planned(board) == 100
+    board.put(KEYS.alive("trainer"), Alive(incarnation="trainer-a", training_step=100))
+    assert planned(board) == 200
+    board.put(
+        KEYS.alive("trainer"), Alive(incarnation="trainer-a", training_step=97)
+    )  # a report that is late
+    board.put(KEYS.checkpoint(1), checkpoint(10, 2))  # cut at step 100 on this timeline
+    assert planned(board) == 200
+
+
+def test_rounds_come_by_time() -> None:
+    """With `every_seconds` a round is due when the last checkpoint is older, at the end of the next step."""
+    config = JobConfig(job="job", checkpoint=CheckpointSettings(every_steps=0, every_seconds=60))
+    board = running()
+    assert list(board.decide(59.0, config)) == []
+    assert planned(board, 61.0, config) == 0
+    board.put(KEYS.checkpoint_head, CheckpointHead(checkpoint=1), at=50.0)
+    assert list(board.decide(100.0, config)) == []
+    assert planned(board, 111.0, config) == 0
+
+
+def test_rounds_come_by_request() -> None:
+    """A request opens a round at once, or pulls the announced one forward; it is marked in the same transaction."""
+    config = JobConfig(job="job", checkpoint=CheckpointSettings(every_steps=0))
+    board = running()
+    board.put(KEYS.request("x"), Request(kind="checkpoint"))
+    assert planned(board, 0.0, config) == 0
+    board.put(KEYS.round, Round(round=1, timeline=2, not_before_step=100))
+    board.put(KEYS.round_head, RoundHead(round=1))
+    forward = board.decide(0.0, config)["pull round 1 forward"]
+    assert isinstance(forward, Put)
+    assert model.decode(Round, forward.value).not_before_step == 0
+
+
+def planned(board: Board, now: float = 0.0, config: JobConfig = CONFIG) -> int:
+    """The step that the round which is due now is meant for."""
+    action = next(found for name, found in board.decide(now, config).items() if name.startswith("prepare"))
+    assert isinstance(action, Put)
+    return model.decode(Round, action.value).not_before_step
