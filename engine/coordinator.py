@@ -128,6 +128,7 @@ class Coordinator:
         if config is None:
             return False
         written = False
+        view.at = _now()
         for action in decide(view, self._seen, self._clock(), config):
             written |= self._apply(view, action)
         return written
@@ -163,9 +164,13 @@ class Coordinator:
             return
         kind, text, fields = action.log
         self._log.info(text, kind=kind)
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         entry = model.LogEntry(
-            kind=kind, text=text, fields=fields, timeline=view.timeline, epoch=self._candidate.epoch, at=now
+            kind=kind,
+            text=text,
+            fields=fields,
+            timeline=view.timeline,
+            epoch=self._candidate.epoch,
+            at=_now(),
         )
         try:
             found = self._store.range(self._keys.logs)
@@ -178,3 +183,8 @@ class Coordinator:
         except SlackwaterError as error:
             # History is for people; losing a line of it must not stop the job.
             self._log.warning("history not written", error=str(error))
+
+
+def _now() -> str:
+    """Wall-clock time for people."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")

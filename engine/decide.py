@@ -52,7 +52,14 @@ def _hold_min_rollouts(view: View, config: JobConfig) -> list[Action]:
         text = f"{routes} of at least {wanted} rollouts have a route"
         guards = (view.same(key), view.none_newer(keys.routes))
         log = ("hold", f"the trainer is held: {text}", {"reason": "min_rollouts"})
-        return [Action("hold min_rollouts", guards, (put(key, Hold(reason="min_rollouts", text=text)),), log)]
+        return [
+            Action(
+                "hold min_rollouts",
+                guards,
+                (put(key, Hold(reason="min_rollouts", text=text, at=view.at)),),
+                log,
+            )
+        ]
     if held and (routes >= wanted or over):
         log2 = ("hold", f"released: {routes} rollouts have a route", {"reason": "min_rollouts"})
         return [Action("release min_rollouts", (view.same(key),), (delete(key),), log2)]

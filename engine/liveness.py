@@ -149,7 +149,7 @@ def _verdict(
         Compare(alive_key, "mod", "=", view.mod(alive_key)),
         view.same(view.keys.participant(name)),
     )
-    record = Health(incarnation=registered.incarnation, state=state, evidence=evidence)  # type: ignore[arg-type]
+    record = Health(incarnation=registered.incarnation, state=state, evidence=evidence, at=view.at)  # type: ignore[arg-type]
     ops: list[Op] = [put(key, record)]
     if state == "failed" and registered.role == "rollout":
         ops.append(delete(view.keys.route(name)))

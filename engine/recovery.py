@@ -93,10 +93,11 @@ def fence(view: View, cause: str, target: int = 0, request: str = "") -> Action:
     if previous is not None and not target:
         # The operator's wish survives a trainer that dies while it is being granted.
         target, request = previous.target, previous.request
-    lineage = Lineage(timeline=timeline, parent=parent, head_at_fence=head.version, cause=cause)
+    lineage = Lineage(timeline=timeline, parent=parent, head_at_fence=head.version, cause=cause, at=view.at)
     record = Recovery(
         recovery=timeline,
         cause=cause,
+        at=view.at,
         target=target,
         request=request,
         attempts=attempts,

@@ -81,6 +81,7 @@ def next_round(
         mode=config.checkpoint.mode,
         trigger=trigger,
         request=request,
+        at=view.at,
         not_before_step=not_before_step,
     )
     keys = view.keys
@@ -232,6 +233,7 @@ def commit(view: View, round_: Round, seal: Vote) -> Action:
         size_bytes=seal.size_bytes,
         files=seal.files,
         sampling_revision=view.sampling.revision,
+        at=view.at,
     )
     keys = view.keys
     compares = (

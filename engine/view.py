@@ -16,7 +16,12 @@ R = TypeVar("R", bound=model.Record)
 
 
 class View:
-    """Read-only records of one job at one revision. Not for writing: it holds no store."""
+    """Read-only records of one job at one revision. Not for writing: it holds no store.
+
+    `at` is the wall-clock time for people that records written from this view carry; it never decides anything.
+    """
+
+    at = ""
 
     def __init__(
         self, keys: Keys, kvs: Mapping[str, KV], revision: int, cache: dict[str, tuple[int, model.Record]]

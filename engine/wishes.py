@@ -76,7 +76,11 @@ def _grant(view: View, uuid: str, request: Request, config: JobConfig) -> Action
         )
     if kind in ("hold", "release"):
         key = view.keys.hold("operator")
-        op: Op = put(key, Hold(reason="operator", text=request.name)) if kind == "hold" else delete(key)
+        op: Op = (
+            put(key, Hold(reason="operator", text=request.name, at=view.at))
+            if kind == "hold"
+            else delete(key)
+        )
         return _close(view, uuid, request, "done", kind, (op,))
     if kind == "sampling":
         revision = view.sampling.revision + 1
