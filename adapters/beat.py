@@ -199,10 +199,18 @@ class BeatProcess:
 
     def close(self) -> None:
         """Say goodbye: the beat revokes the lease and ends. Blocks for at most one TTL; idempotent."""
+        self._end(goodbye=True)
+
+    def abandon(self) -> None:
+        """Let go without a goodbye: the beat says that this process exited, and ends. Blocks like `close`."""
+        self._end(goodbye=False)
+
+    def _end(self, *, goodbye: bool) -> None:
         with self._lock:
             if self._closed or self._owner != os.getpid():
                 return
-            self._want(msgspec.structs.replace(self._wanted, closed=True))
+            if goodbye:
+                self._want(msgspec.structs.replace(self._wanted, closed=True))
             self._closed = True
         _living.discard(self)
         self._hang_up()

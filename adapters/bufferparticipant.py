@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 
 import structlog
 
@@ -22,6 +21,7 @@ from ..engine.ports import StateStore
 from ..engine.settings import bootstrap
 from ..engine.view import View
 from .bufferparts import TieredParts
+from .joining import join_when_free
 from .services import Services, default_services
 
 __all__ = ["BufferParticipant"]
@@ -80,19 +80,18 @@ class BufferParticipant:
             pid=os.getpid(),
         )
         membership = Membership(store, self._keys, template, self._beat)
-        self._join(store, membership)
+        join_when_free(
+            store,
+            membership,
+            self._config.timers.lease_s,
+            lambda: Alive(incarnation="", buffer_version=self._buffer.version),
+            covers_step=lambda: int(self._buffer.statistics().get("step", -1)),
+        )
         role = BufferRole(membership, self._buffer, self._config, TieredParts(tier, objects))
         self._thread = threading.Thread(
             target=self._run, args=(store, role), name="slackwater-buffer", daemon=True
         )
         self._thread.start()
-
-    def _join(self, store: StateStore, membership: Membership) -> None:
-        deadline = time.monotonic() + self._config.timers.lease_s + 1
-        while store.get(self._keys.alive(BUFFER)) is not None and time.monotonic() < deadline:
-            self._stopping.wait(_RETRY_S)
-        covers = int(self._buffer.statistics().get("step", -1))
-        membership.join(Alive(incarnation="", buffer_version=self._buffer.version), covers_step=covers)
 
     def _run(self, store: StateStore, role: BufferRole) -> None:
         follower = Follower(store, self._keys.root)

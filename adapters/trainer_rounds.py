@@ -29,7 +29,7 @@ from ..engine.manifest import (
 from ..engine.model import Checkpoint, Lineage, LogEntry, Round, Vote
 from ..engine.trainerrole import TrainerRole
 from ..engine.view import View
-from .trainer_gang import PartLink
+from .trainer_link import PartLink
 
 __all__ = ["OpenSave", "RoundDriver", "committed_bytes"]
 

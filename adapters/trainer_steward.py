@@ -12,7 +12,7 @@ import structlog
 
 from ..engine.beatport import BeatPort
 from ..engine.config import JobConfig, Site
-from ..engine.errors import DeadlineExceeded, NotFound, SlackwaterError, SlotOccupied, Unavailable
+from ..engine.errors import DeadlineExceeded, NotFound, SlackwaterError, Unavailable
 from ..engine.filetier import FileTier
 from ..engine.follow import Follower
 from ..engine.keys import TRAINER, Keys
@@ -24,9 +24,10 @@ from ..engine.settings import bootstrap
 from ..engine.trainerrole import TrainerRole
 from ..engine.upload import UploadStore
 from ..engine.view import View
+from .joining import join_when_free
 from .retention import Janitor
 from .services import Services
-from .trainer_gang import PartLink
+from .trainer_link import PartLink
 from .trainer_rounds import RoundDriver, committed_bytes
 from .trainer_uploads import Uploader
 
@@ -57,7 +58,6 @@ class Steward:
         self.objects: UploadStore | None = None
         self.uploader: Uploader | None = None
         self._store: StateStore | None = None
-        self._beat: BeatPort | None = None
         self._janitor: Janitor | None = None
         self._cache: dict[str, tuple[int, Record]] = {}
         self._news = threading.Condition()
@@ -71,15 +71,15 @@ class Steward:
 
     # -- life ----------------------------------------------------------------------------------------------
 
-    def open(self) -> None:
-        """Reach the stores, register, begin to follow. Blocks for a few calls, or for a lease when the slot is taken.
+    def open(self, beat: BeatPort) -> None:
+        """Reach the stores, register under `beat` (the caller closes it), begin to follow.
 
+        Blocks for a few calls, or for a lease when the slot is taken.
         Raises `SlotOccupied`, `Refused`, `AuthFailed`, `ConfigError`, `Unavailable`, `NotFound`.
         """
         self._store = store = self._services.store(self._site)
         self.job_uid = bootstrap(store, self.config).job_uid
         self.objects = self._services.objects(self._site)
-        self._beat = self._services.beat(self.config, self._site, TRAINER)
         template = Participant(
             name=TRAINER,
             role="trainer",
@@ -89,8 +89,9 @@ class Steward:
             pid=os.getpid(),
             world_size=self._world_size,
         )
-        membership = Membership(store, self.keys, template, self._beat)
-        self._join(store, membership)
+        membership = Membership(store, self.keys, template, beat)
+        start = Alive(incarnation="", state="idle")
+        join_when_free(store, membership, self.config.timers.lease_s, lambda: start)
         self.role = TrainerRole(store, membership, self.config)
         if self.objects is not None:
             remote = f"s3://{self._site.s3_bucket}/{self._site.s3_prefix.strip('/')}".rstrip("/") + "/"
@@ -101,17 +102,6 @@ class Steward:
             target=self._run, args=(store,), name="slackwater-follow", daemon=True
         )
         self._thread.start()
-
-    def _join(self, store: StateStore, membership: Membership) -> None:
-        """Register; a slot that is taken is waited for until a dead holder's lease must be over."""
-        deadline = time.monotonic() + self.config.timers.lease_s + 1
-        pause = threading.Event()
-        while store.get(self.keys.alive(TRAINER)) is not None and time.monotonic() < deadline:
-            pause.wait(_RETRY_S)
-        try:
-            membership.join(Alive(incarnation="", state="idle"))
-        except SlotOccupied as error:
-            raise SlotOccupied(f"{error}; stop it first, or take another job name") from error
 
     def close(self, ended: str, reason: str = "") -> None:
         """Say goodbye and let go of everything; errors of etcd are only logged. Idempotent."""
@@ -126,9 +116,6 @@ class Steward:
             except SlackwaterError as error:
                 self._log.warning("could not say goodbye; the lease will run out", error=str(error))
         self._thread = None
-        beat, self._beat = self._beat, None
-        if beat is not None:
-            beat.close()
         store, self._store = self._store, None
         if store is not None:
             store.close()

@@ -14,7 +14,7 @@ from ..engine.errors import SlackwaterError
 from ..engine.filetier import FileTier
 from ..engine.manifest import encode_json
 from ..engine.snapshot import Staged
-from .trainer_gang import PartLink
+from .trainer_link import PartLink
 
 __all__ = ["PartWriter", "SaveJob"]
 

@@ -7,17 +7,23 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from slackwater.adapters.imagestore import directory_of
+from slackwater.adapters.trainer import attach
 from slackwater.backends.child import free_ports
 from slackwater.backends.embedded import EtcdCluster
 from slackwater.backends.embedded_s3 import S3Server
-from slackwater.engine.model import Checkpoint, Request
+from slackwater.engine.config import load_config
+from slackwater.engine.errors import Fenced
+from slackwater.engine.model import Checkpoint, Participant, Request
+from slackwater.engine.ports import Delete, Txn
 
-from .trainer_jobs import Gang, Job, running_job
+from .trainer_jobs import Gang, Job, running_job, wait_until
 
 pytestmark = pytest.mark.real
 
@@ -33,6 +39,17 @@ def keyed_s3(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
 def newest(job: Job) -> Checkpoint:
     """The newest record."""
     return max(job.view().checkpoints().values(), key=lambda record: record.checkpoint)
+
+
+def ended_trainer(job: Job) -> Participant | None:
+    """The trainer's registration, once it says how that life ended."""
+    found = job.view().participant("trainer")
+    return found if found is not None and found.ended else None
+
+
+def take_grant(job: Job) -> None:
+    """Delete the trainer's grant, for which the leader opens a recovery."""
+    assert job.store.txn(Txn((), (Delete(job.keys.go),))).succeeded
 
 
 def train_until(job: Job, checkpoints: int, world: int = 2, **options: object) -> Gang:
@@ -178,6 +195,50 @@ def test_restored_weights_are_published_before_the_first_step(
         published = running.view().weight_version(after.version)
         assert published is not None
         assert (directory_of(published.location) / "model.safetensors").is_file()
+
+
+def test_one_dead_rank_ends_the_gang_at_once(tmp_path: Path, etcd: EtcdCluster, job: str) -> None:
+    """Rank 1 alone gets SIGKILL: within a second the trainer is known to be gone, and why; a new gang goes on."""
+    with running_job(tmp_path, job, etcd.endpoints) as running:
+        first = running.start(steps=100000)
+        first.until(lambda: running.view().checkpoints())
+        record, timeline = newest(running), running.view().timeline
+        first.processes[1].kill()
+        killed_at = time.monotonic()
+        trainer = wait_until(lambda: ended_trainer(running))
+        noticed_s = time.monotonic() - killed_at
+        assert trainer.ended == "exited"
+        assert "rank 1 on host" in trainer.reason
+        assert noticed_s < 1.0
+        assert first.processes[0].wait(20) not in (0, None), "rank 0 does not go on alone"
+        record = newest(running)
+        second = running.start(steps=record.training_step + 2)
+        assert second.wait() == [0, 0], second.errors()
+        assert second.events("restored")[0]["digest"] == digest_at(first, record.training_step)
+        assert running.view().timeline > timeline
+
+
+def test_birth_can_be_repeated_until_something_was_trained(
+    tmp_path: Path, etcd: EtcdCluster, job: str
+) -> None:
+    """A second recovery from nothing keeps the state that the script made; after a step it would not be that state."""
+    with running_job(tmp_path, job, etcd.endpoints, checkpoint={"every_steps": 0}) as running:
+        model = torch.nn.Linear(2, 2)
+        made = {name: value.clone() for name, value in model.state_dict().items()}
+        config = load_config(running.config)
+        with attach(model, torch.optim.SGD(model.parameters(), lr=0.1), config=config) as sw:
+            assert sw.restore() == 0
+            first = sw.timeline
+            take_grant(running)
+            wait_until(lambda: running.view().timeline > first)
+            assert sw.idle() == 0
+            assert sw.timeline > first
+            assert all(torch.equal(value, made[name]) for name, value in model.state_dict().items())
+            second = sw.timeline
+            take_grant(running)
+            wait_until(lambda: running.view().timeline > second)
+            with pytest.raises(Fenced, match="start the trainer again"):
+                sw.end_step()
 
 
 def test_second_trainer_is_refused(tmp_path: Path, etcd: EtcdCluster, job: str) -> None:

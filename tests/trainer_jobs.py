@@ -30,6 +30,15 @@ SCRIPT = Path(__file__).parent / "trainer_scripts" / "train.py"
 Event = dict[str, Any]
 
 
+def wait_until(condition: Callable[[], Any], timeout_seconds: float = 30.0) -> Any:
+    """What a condition says, once it says something."""
+    deadline, pause = time.monotonic() + timeout_seconds, threading.Event()
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "not in time"
+        pause.wait(0.02)
+    return found
+
+
 class Gang:
     """The ranks of one trainer, started together. End it with `kill` (it does nothing to ranks that ended)."""
 

@@ -1,4 +1,4 @@
-"""Publication: a weight image on the directory that rollouts share, then the version in etcd; old images go."""
+"""Weight images on the directory that rollouts share: written by a gang, removed when nobody needs them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .export import export_image
 from .imagestore import directory_of
 from .trainer_gang import Command, Gang
 
-__all__ = ["Publisher"]
+__all__ = ["Images"]
 
 
-class Publisher:
+class Images:
     """Exports images; every rank calls `export`, only rank 0 writes."""
 
     def __init__(
@@ -34,13 +34,8 @@ class Publisher:
         dtype: torch.dtype | None,
         gang: Gang,
     ) -> None:
-        self._model, self._images, self._hf_files, self._dtype, self._gang = (
-            model,
-            images,
-            hf_files,
-            dtype,
-            gang,
-        )
+        self._model, self._hf_files, self._dtype = model, hf_files, dtype
+        self._images, self._gang = images, gang
         self._log = structlog.get_logger().bind(participant="trainer")
 
     def export(self, folder: str, step: int) -> tuple[ImageRecord | None, Path, str]:
