@@ -20,7 +20,7 @@ from ..engine.config import JobConfig, Site
 from ..engine.errors import SlackwaterError, Unavailable
 from ..engine.keys import check_name
 from ..engine.model import Alive
-from .beat_process import BeatSpec
+from .beat_process import EARLIEST, BeatSpec
 from .beatboard import BeatNow, Wanted, create_board
 from .ranklink import RankLink, listen
 
@@ -55,6 +55,7 @@ class BeatProcess:
         self._first_adoption = 0
         self._closed = False
         self._ended = ""
+        self._rung_at = 0.0
         self._spec = BeatSpec(
             site=site,
             job=config.job,
@@ -160,7 +161,8 @@ class BeatProcess:
         """Hand over the newest report; never blocks."""
         with self._lock:
             if alive != self._wanted.alive:
-                self._want(msgspec.structs.replace(self._wanted, alive=alive))
+                wanted = msgspec.structs.replace(self._wanted, alive=alive)
+                self._want(wanted, ring=self._is_news(alive))
 
     def tick(self) -> None:
         """The worker made progress. Two threads at once may count one step only, which is enough."""
@@ -237,9 +239,20 @@ class BeatProcess:
         now = self._board.now()
         return now if now.life == self._wanted.life else BeatNow()
 
-    def _want(self, wanted: Wanted) -> None:
+    def _is_news(self, alive: Alive) -> bool:
+        """Whether the beat should look at once. Figures that only count on can wait until it looks by itself."""
+        before = self._wanted.alive
+        if before is None or time.monotonic() - self._rung_at >= self._spec.heartbeat_s * EARLIEST:
+            return True
+        step, metrics = alive.training_step, alive.metrics
+        return msgspec.structs.replace(before, training_step=step, metrics=metrics) != alive
+
+    def _want(self, wanted: Wanted, *, ring: bool = True) -> None:
         self._board.want(wanted)
         self._wanted = wanted
+        if not ring:
+            return
+        self._rung_at = time.monotonic()
         if self._process.stdin is not None:
             with contextlib.suppress(OSError, ValueError):  # full: it rang already; broken: `lost` says so
                 os.write(self._process.stdin.fileno(), b".")

@@ -27,12 +27,12 @@ from .beatboard import BeatNow, Board, Wanted
 from .ranklink import LinkClient, LinkServer, RankLink
 from .stores import connect_store
 
-__all__ = ["BeatSpec", "Runner", "main"]
+__all__ = ["EARLIEST", "BeatSpec", "Runner", "main"]
 
 _PR_SET_PDEATHSIG = 1
 _RETRY_SECONDS = 0.1
 _LOOK_SECONDS = 1.0
-_EARLIEST = 0.2  # a changed report is written at the earliest this part of a heartbeat after the last beat
+EARLIEST = 0.2  # a changed report is written at the earliest this part of a heartbeat after the last beat
 
 
 class BeatSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +126,7 @@ class Runner:
     def _idle_seconds(self, wanted: Wanted) -> float:
         if self._beat is None:
             return _LOOK_SECONDS
-        due = self._last_pump + self._spec.heartbeat_s * (_EARLIEST if self._changed(wanted) else 1.0)
+        due = self._last_pump + self._spec.heartbeat_s * (EARLIEST if self._changed(wanted) else 1.0)
         return min(_LOOK_SECONDS, max(0.0, due - time.monotonic()))
 
     def _changed(self, wanted: Wanted) -> bool:
@@ -141,7 +141,7 @@ class Runner:
         if beat is None:
             return
         self._adopt(beat, wanted)
-        gap = self._spec.heartbeat_s * (_EARLIEST if self._changed(wanted) else 1.0)
+        gap = self._spec.heartbeat_s * (EARLIEST if self._changed(wanted) else 1.0)
         if time.monotonic() >= self._last_pump + gap:
             self._last_pump = time.monotonic()
             self._reported = wanted.alive

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from . import model
 from .keys import Keys
@@ -30,6 +31,8 @@ class View:
         self.kvs = kvs
         self.revision = revision
         self._cache = cache
+        self._sorted: list[str] | None = None
+        self._under: dict[tuple[str, type[Any]], dict[str, Any]] = {}
 
     # -- single keys ---------------------------------------------------------------------------------------
 
@@ -64,9 +67,23 @@ class View:
         return Compare(prefix, "mod", "<", self.revision + 1, prefix=True)
 
     def under(self, prefix: str, kind: type[R]) -> dict[str, R]:
-        """All records below a prefix, by the rest of their key, in key order."""
+        """All records below a prefix, by the rest of their key, in key order.
+
+        Found once for a view; the dict is the caller's own.
+        """
+        known = self._under.get((prefix, kind))
+        if known is None:
+            known = self._under[prefix, kind] = self._find_under(prefix, kind)
+        return dict(known)
+
+    def _find_under(self, prefix: str, kind: type[R]) -> dict[str, R]:
+        if self._sorted is None:
+            self._sorted = sorted(self.kvs)
         found: dict[str, R] = {}
-        for key in sorted(key for key in self.kvs if key.startswith(prefix)):
+        for at in range(bisect_left(self._sorted, prefix), len(self._sorted)):
+            key = self._sorted[at]
+            if not key.startswith(prefix):
+                break
             record = self.record(key, kind)
             if record is not None:
                 found[key[len(prefix) :]] = record
