@@ -210,7 +210,7 @@ def test_one_dead_rank_ends_the_gang_at_once(tmp_path: Path, etcd: EtcdCluster, 
         assert trainer.ended == "exited"
         assert "rank 1 on host" in trainer.reason
         assert noticed_s < 1.0
-        assert first.processes[0].wait(20) not in (0, None), "rank 0 does not go on alone"
+        assert first.wait(20)[0] > 0, "rank 0 does not go on alone"
         record = newest(running)
         second = running.start(steps=record.training_step + 2)
         assert second.wait() == [0, 0], second.errors()

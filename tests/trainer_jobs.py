@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +24,8 @@ from slackwater.engine.ports import Compare, Put, Txn
 from slackwater.engine.session import Session, SessionKeeper
 from slackwater.engine.view import View
 
-SCRIPT = Path(__file__).parent / "trainer_scripts" / "train.py"
+from .trainer_scripts.train import run_rank
+
 Event = dict[str, Any]
 
 
@@ -39,41 +38,44 @@ def wait_until(condition: Callable[[], Any], timeout_seconds: float = 30.0) -> A
     return found
 
 
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["pytest", "tests.trainer_scripts.train"])
+
+
 class Gang:
-    """The ranks of one trainer, started together. End it with `kill` (it does nothing to ranks that ended)."""
+    """The ranks of one trainer, started together. End it with `kill` (it does nothing to ranks that ended).
+
+    Ranks are processes, forked from a server that has imported torch once for all of them.
+    """
 
     def __init__(self, config: Path, out: Path, world: int, options: Mapping[str, Any]) -> None:
         self.out, self.world = out, world
-        port = free_ports(1)[0]
-        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
+        env |= {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
         self.processes = []
         for rank in range(world):
-            argv = [
-                sys.executable,
-                str(SCRIPT),
-                str(rank),
-                str(world),
-                str(config),
-                str(out),
-                json.dumps(options),
-            ]
-            with out.with_suffix(f".{rank}.err").open("ab") as errors:
-                self.processes.append(subprocess.Popen(argv, env=env, stdout=errors, stderr=errors))
+            said = out.with_suffix(f".{rank}.err")
+            rank_process = _FORKS.Process(
+                target=run_rank, args=(env, said, rank, world, config, out, dict(options)), daemon=False
+            )
+            rank_process.start()
+            self.processes.append(rank_process)
 
     def wait(self, timeout_seconds: float = 60.0) -> list[int]:
-        """Exit codes of all ranks."""
+        """Exit codes of all ranks; negative: the signal that ended one."""
         deadline = time.monotonic() + timeout_seconds
-        try:
-            return [p.wait(max(0.1, deadline - time.monotonic())) for p in self.processes]
-        except subprocess.TimeoutExpired as error:
-            raise AssertionError(f"the gang did not end in time:\n{self.errors()}") from error
+        for process in self.processes:
+            process.join(max(0.1, deadline - time.monotonic()))
+        codes = [process.exitcode for process in self.processes]
+        assert None not in codes, f"the gang did not end in time:\n{self.errors()}"
+        return [code for code in codes if code is not None]
 
     def kill(self) -> None:
         """SIGKILL every rank that still runs."""
         for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGKILL)
-            process.wait()
+            process.kill()
+        for process in self.processes:
+            process.join()
 
     def events(self, kind: str = "", rank: int = 0) -> list[Event]:
         """What a rank has reported so far."""
@@ -93,7 +95,7 @@ class Gang:
         pause = threading.Event()
         while not (found := condition()):
             late = time.monotonic() > deadline
-            if late or any(p.poll() not in (None, 0) for p in self.processes):
+            if late or any(p.exitcode not in (None, 0) for p in self.processes):
                 raise AssertionError(f"{'not in time' if late else 'a rank ended'}:\n{self.errors()}")
             pause.wait(0.02)
         return found

@@ -1,4 +1,4 @@
-"""A small training script: `train.py RANK WORLD CONFIG OUT [options as JSON]`, started once for each rank.
+"""A small training script: `run_rank` is one rank's process.
 
 It writes one JSON line for each event to OUT.<rank>, with a digest of the whole state where that is asked for.
 """
@@ -80,9 +80,7 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return found.hexdigest()
 
 
-def main() -> int:
-    rank, world, config, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-    options: dict[str, Any] = json.loads(sys.argv[5]) if len(sys.argv) > 5 else {}
+def train(rank: int, world: int, config: Path, out: Path, options: dict[str, Any]) -> int:
     log = out.with_suffix(f".{rank}").open("a", encoding="utf-8")
 
     def say(event: str, **fields: Any) -> None:
@@ -138,15 +136,18 @@ def main() -> int:
     return 0
 
 
-if __name__ == "__main__":
+def run_rank(env: dict[str, str], said: Path, *args: Any) -> None:
+    """Train as rank `args[0]`, with stdout and stderr appended to the file `said`; ends the process."""
+    os.environ.update(env)
+    with said.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     try:
-        code = main()
+        code = train(*args)
     except (ConfigError, Refused, AuthFailed, StateMismatch, NotFound, Unavailable) as error:
         sys.stderr.write(f"slackwater: {type(error).__name__}: {error}\n")
         code = 2
     except SlackwaterError as error:
         sys.stderr.write(f"slackwater: {type(error).__name__}: {error}\n")
         code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
     sys.exit(code)
