@@ -16,7 +16,7 @@ from ..engine.errors import DeadlineExceeded, NotFound, SlackwaterError, Unavail
 from ..engine.filetier import FileTier
 from ..engine.follow import Follower
 from ..engine.keys import TRAINER, Keys
-from ..engine.manifest import COMMITTED_NAME, Header, VersionVector
+from ..engine.manifest import COMMITTED_NAME, MANIFEST_NAME, Header, VersionVector
 from ..engine.membership import Membership
 from ..engine.model import Alive, Checkpoint, Participant, Record
 from ..engine.ports import StateStore
@@ -224,6 +224,23 @@ class Steward:
                 )
             if record.state == "committed":
                 self._upload(record)
+        self._sweep(view)
+
+    def _sweep(self, view: View) -> None:
+        """Remove what rounds of earlier lives left half written on this host; no record names it.
+
+        An attempt with a manifest stays: after a loss of etcd a person may want to look at it.
+        """
+        kept = {record.path for record in view.checkpoints().values()}
+        kept |= {holder.path for holder in (view.freeze, view.round) if holder is not None}
+        for path in list(self._tier.leftovers(f"{self.config.job}/{self.job_uid}")):
+            if path in kept or (self._tier.root / path / MANIFEST_NAME).exists():
+                continue
+            try:
+                self._tier.remove(path)
+                self._log.info("removed a leftover", path=path)
+            except SlackwaterError as error:
+                self._log.warning("a leftover stays", path=path, reason=str(error))
 
     def _upload(self, record: Checkpoint) -> None:
         if self.uploader is not None:

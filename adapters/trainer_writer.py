@@ -106,4 +106,11 @@ class PartWriter:
         self.last_round, self.last_error = job.round, outcome
         if outcome:
             self._log.warning("no checkpoint from this round", round=job.round, reason=outcome)
+            self._discard(job)
+
+    def _discard(self, job: SaveJob) -> None:
+        """Remove what was written in vain. Another rank may still be writing there: then the sweep at start does it."""
+        try:
             self._tier.remove(job.path)
+        except SlackwaterError as error:
+            self._log.info("an attempt's files stay for now", round=job.round, reason=str(error))

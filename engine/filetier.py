@@ -55,6 +55,10 @@ class FileTier(Protocol):
         """(relative path, bytes of `committed.json`) of every attempt below `prefix` that has one."""
         ...
 
+    def leftovers(self, prefix: str = "") -> Iterator[str]:
+        """Paths of attempts below `prefix` without `committed.json`; the caller knows which are still being written."""
+        ...
+
     def remove(self, relative: str) -> None:
         """Remove an attempt, manifest first, so that what is left of it is no checkpoint; a missing one is no error."""
         ...

@@ -194,9 +194,11 @@ class Freeze(Record, frozen=True, kw_only=True):
 
 
 class RoundHead(Record, frozen=True, kw_only=True):
-    """`round_head`: the last round's number."""
+    """`round_head`: the last round's number, and the step that it was announced for on which timeline."""
 
     round: int
+    not_before_step: int = 0
+    timeline: int = 0
 
 
 class Round(Record, frozen=True, kw_only=True):

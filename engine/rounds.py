@@ -63,9 +63,10 @@ def _open(view: View, seen: FirstSeen, now: float, config: JobConfig) -> list[Ac
             return [next_round(view, config, last, 0, "time")]
     if settings.every_steps > 0:
         every = settings.every_steps
-        # The report may be a few beats old: what was cut on this timeline is newer.
+        # The report may be a few beats old: what was announced and cut on this timeline is newer.
+        announced = last.not_before_step if last.timeline == view.timeline else 0
         cuts = (r.training_step for r in view.checkpoints().values() if r.timeline == view.timeline)
-        done = max(trainer.training_step, go.from_step, *cuts)
+        done = max(trainer.training_step, go.from_step, announced, *cuts)
         return [next_round(view, config, last, done // every * every + every, "steps")]
     return []
 
@@ -91,7 +92,7 @@ def next_round(
         view.same(keys.timeline),
         Compare(keys.recovery, "create", "=", 0),
     )
-    head = RoundHead(round=number)
+    head = RoundHead(round=number, not_before_step=not_before_step, timeline=view.timeline)
     return Action(f"prepare round {number}", compares, (put(keys.round, record), put(keys.round_head, head)))
 
 

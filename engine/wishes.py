@@ -118,8 +118,14 @@ def _checkpoint(view: View, uuid: str, request: Request, config: JobConfig) -> A
         return None  # the next round is this one's
     # A round is announced already: pull it forward to the end of the current step.
     now = msgspec.structs.replace(round_, not_before_step=0, trigger="request", request=uuid)
+    # What was announced is not taken at that step any more, so the multiple that it was meant for stays open.
+    head = RoundHead(round=round_.round, timeline=view.timeline)
     compares = (view.same(view.keys.round), view.same(view.keys.freeze), guard)
-    return Action(f"pull round {round_.round} forward", compares, (put(view.keys.round, now), accepted))
+    return Action(
+        f"pull round {round_.round} forward",
+        compares,
+        (put(view.keys.round, now), put(view.keys.round_head, head), accepted),
+    )
 
 
 def _rollback(view: View, uuid: str, request: Request) -> Action:

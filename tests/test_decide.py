@@ -328,6 +328,11 @@ def test_rounds_come_at_multiples_of_n() -> None:
     )  # a report that is late
     board.put(KEYS.checkpoint(1), checkpoint(10, 2))  # cut at step 100 on this timeline
     assert planned(board) == 200
+    board = running()
+    board.put(KEYS.round_head, RoundHead(round=1, not_before_step=100, timeline=2))  # given up at step 100
+    assert planned(board) == 200
+    board.put(KEYS.round_head, RoundHead(round=1, not_before_step=100, timeline=1))  # before a recovery
+    assert planned(board) == 100
 
 
 def test_rounds_come_by_time() -> None:
