@@ -218,6 +218,16 @@ def test_one_dead_rank_ends_the_gang_at_once(tmp_path: Path, etcd: EtcdCluster, 
         assert running.view().timeline > timeline
 
 
+def test_a_rank_that_raises_is_no_goodbye(tmp_path: Path, etcd: EtcdCluster, job: str) -> None:
+    """An exception in rank 1's `with` block ends the gang's life, by that rank's name, and not as if it had left."""
+    with running_job(tmp_path, job, etcd.endpoints) as running:
+        gang = running.start(steps=100000, raise_rank=1, raise_at=3)
+        trainer = wait_until(lambda: ended_trainer(running))
+        assert (trainer.ended, trainer.reason[:14]) == ("exited", "rank 1 on host")
+        assert gang.wait(20)[1] == 1
+        assert "the loss is not a number" in gang.errors()
+
+
 def test_birth_can_be_repeated_until_something_was_trained(
     tmp_path: Path, etcd: EtcdCluster, job: str
 ) -> None:

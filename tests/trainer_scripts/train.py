@@ -123,6 +123,9 @@ def train(rank: int, world: int, config: Path, out: Path, options: dict[str, Any
         if options.get("kill_at") == step + 1:
             say("dying", step=step + 1)
             os.kill(os.getpid(), signal.SIGKILL)
+        if (options.get("raise_rank"), options.get("raise_at")) == (rank, step + 1):
+            with sw:
+                raise RuntimeError("the loss is not a number")
         before = step
         step = sw.end_step()
         slowest.append(sw.blocked_s)
