@@ -35,8 +35,16 @@ _PARTS = {
 }
 
 
+# What asks for one of these starts a server, so it is `real` without saying so.
+_SERVERS = {"etcd", "etcd34", "s3", "store", "own_etcd", "etcd3members"}
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a part that is not installed here."""
+    """Mark what starts a server, and skip what needs a part that is not installed here."""
+    for item in items:
+        if _SERVERS & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.real)
     for marker, (find, reason) in _PARTS.items():
         if find() is not None:
             continue

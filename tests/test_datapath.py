@@ -167,6 +167,7 @@ def test_T3_what_has_no_plain_bytes_is_refused_by_name(kind: str) -> None:
         Snapshotter().stage([Piece.of("ok", torch.ones(2)), Piece.of("layer", tensor)])
 
 
+@pytest.mark.real
 def test_T4_headers_split_before_the_limit() -> None:
     """1.1 million long names in one rank give several files, each with a header that readers accept."""
     items = [Item("m." + "x" * 60 + str(i), "F32", (1,), 4, 4) for i in range(1_100_000)]

@@ -23,6 +23,8 @@ from slackwater.backends.etcd import EtcdStore
 from slackwater.engine.errors import ConfigError, Unavailable
 from slackwater.engine.ports import Put, Txn
 
+pytestmark = pytest.mark.real
+
 
 def gone(pid: int) -> bool:
     try:

@@ -26,6 +26,8 @@ from slackwater.engine.errors import (
 )
 from slackwater.engine.ports import Compare, Delete, Put, StateStore, Txn, Watch
 
+pytestmark = pytest.mark.real
+
 
 def put(store: StateStore, key: str, value: bytes = b"{}", lease: int = 0) -> int:
     return store.txn(Txn((), (Put(key, value, lease),))).revision

@@ -14,6 +14,8 @@ from slackwater.backends.embedded import find_etcd
 from slackwater.backends.etcd import EtcdStore
 from slackwater.engine.errors import ConfigError, Unavailable
 
+pytestmark = pytest.mark.real
+
 
 def openssl(folder: Path, *arguments: str) -> None:
     subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)

@@ -189,6 +189,7 @@ def test_impossible_timers_are_refused(clock: Clock, ttl: int, margin: float | N
         Session(MemoryStore(clock), ttl, clock=clock, margin_seconds=margin)
 
 
+@pytest.mark.real
 def test_keeper_keeps_and_stops(store: EtcdStore, job: str) -> None:
     """A session of 2 s lives on for longer than its TTL, and its keeper ends on request."""
     session = Session(store, 2)
@@ -252,6 +253,7 @@ print("dead" if session.wait_lost(3) else "alive", flush=True)
 """
 
 
+@pytest.mark.real
 def test_E3_stopped_process_finds_its_session_dead(etcd: EtcdCluster) -> None:
     """After a SIGSTOP longer than the TTL the first look says dead, whatever is buffered in the sockets."""
     process = subprocess.Popen(

@@ -17,7 +17,13 @@ from slackwater.engine.ports import Compare, Delete, Event, Put, StateStore, Txn
 AnyStore = MemoryStore | EtcdStore
 
 
-@pytest.fixture(params=["memory", "etcd35", pytest.param("etcd34", marks=pytest.mark.etcd34)])
+@pytest.fixture(
+    params=[
+        "memory",
+        pytest.param("etcd35", marks=pytest.mark.real),
+        pytest.param("etcd34", marks=pytest.mark.etcd34),
+    ]
+)
 def any_store(request: pytest.FixtureRequest) -> Iterator[AnyStore]:
     """The same tests on every implementation."""
     if request.param == "memory":

@@ -28,6 +28,8 @@ from slackwater.engine.manifest import (
 from slackwater.engine.reader import CheckpointReader
 from slackwater.engine.snapshot import Snapshotter
 
+pytestmark = pytest.mark.real
+
 
 def header(world_size: int = 1) -> Header:
     return Header(
