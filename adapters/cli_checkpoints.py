@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from ..engine.view import View
@@ -15,6 +14,7 @@ from .cli_place import (
     EtcdOption,
     JobOption,
     JsonOption,
+    console,
     find_place,
     look,
     opened,
@@ -50,7 +50,7 @@ def ls(
         names = ("checkpoint", "training_step", "weight_version", "buffer_version", "timeline", "state")
         lineage = "yes" if row["on_lineage"] else "no"
         table.add_row(*(str(row[name]) for name in names), size, str(row["files"]), row["host"], lineage)
-    Console().print(table)
+    console().print(table)
 
 
 def rows(view: View) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.console import Console
 
 from ..backends.etcd import EtcdStore
 from ..engine.config import JobConfig, Site, load_config
@@ -31,12 +33,15 @@ __all__ = [
     "JsonOption",
     "Place",
     "check_local",
+    "console",
     "find_place",
     "look",
     "opened",
     "print_json",
     "read_job",
 ]
+
+_PIPE_COLUMNS = 400
 
 JobOption = Annotated[
     str | None, typer.Option("--job", envvar="SLACKWATER_JOB", help="Name of the job.", show_default=False)
@@ -129,6 +134,11 @@ def check_local(site: Site) -> None:
         raise ConfigError(
             f"local directory {directory} (site.local) cannot be written: {error.strerror}"
         ) from error
+
+
+def console() -> Console:
+    """Tables and lines on stdout: as wide as the terminal, and never folded for a pipe."""
+    return Console() if sys.stdout.isatty() else Console(width=_PIPE_COLUMNS)
 
 
 def print_json(value: object) -> None:

@@ -16,7 +16,7 @@ import typer
 from ..engine.action import put
 from ..engine.errors import DeadlineExceeded, Refused, SlackwaterError, Unavailable
 from ..engine.follow import Follower
-from ..engine.model import Request, decode
+from ..engine.model import LogEntry, Request, decode
 from ..engine.ports import Compare, StateStore, Txn
 from .cli_place import ConfigOption, EtcdOption, JobOption, Place, find_place, look, opened
 
@@ -145,8 +145,15 @@ def wait_for(
             if state == "done":
                 return request
             if state == "refused":
-                raise Refused(f"{request.kind} refused: {request.answer}")
+                raise Refused(f"{request.kind} refused: {_reason(store, place, identity) or request.answer}")
     finally:
         follower.close()
     why = "no coordinator took it up" if state == "new" else f"it is {state}, not done"
     raise DeadlineExceeded(f"request {identity}: {why} within {timeout_seconds:g} s")
+
+
+def _reason(store: StateStore, place: Place, identity: str) -> str:
+    """Why the round of an accepted request was given up, as the history tells it; "" when it does not."""
+    entries = [decode(LogEntry, kv.value, kv.key) for kv in store.range(place.keys.logs).kvs]
+    told = [e.text for e in entries if e.kind == "abort" and e.fields.get("request") == identity]
+    return told[-1] if told else ""

@@ -6,13 +6,12 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from ..engine.follow import Follower
 from ..engine.keys import BUFFER, TRAINER
 from ..engine.liveness import is_failed
-from ..engine.model import LogEntry, Serving, decode
+from ..engine.model import LogEntry, Recovery, Serving, decode
 from ..engine.ports import KV
 from ..engine.view import View
 from .cli_place import (
@@ -20,6 +19,7 @@ from .cli_place import (
     EtcdOption,
     JobOption,
     JsonOption,
+    console,
     find_place,
     look,
     opened,
@@ -27,6 +27,8 @@ from .cli_place import (
 )
 
 __all__ = ["log", "status", "summary"]
+
+_ANSWERS: dict[str, int] = {"fence": 0, "restore": 1, "freshness": 2}
 
 
 def status(
@@ -102,50 +104,88 @@ def _participant(view: View, name: str) -> dict[str, Any]:
 
 
 def _waits(view: View) -> list[str]:
-    """Why the trainer does not train, in sentences; empty when nothing holds it."""
-    reasons = [hold.text or f"hold: {name}" for name, hold in view.holds().items()]
-    recovery, round_ = view.recovery, view.round
+    """Who holds whom, in sentences; empty when nothing stands."""
+    reasons = [_held(name, hold.text) for name, hold in view.holds().items()]
+    recovery = view.recovery
     if recovery is not None:
         note = f" ({recovery.note})" if recovery.note else ""
         reasons.append(f"recovery {recovery.recovery} is in phase {recovery.phase}{note}: {recovery.cause}")
-        missing = [
-            name
-            for name in (TRAINER, *([BUFFER] if BUFFER in view.participants() else []))
-            if name not in view.acks(recovery.recovery)
-        ]
-        if recovery.phase == "fence" and missing:
-            reasons.append(f"waiting for {', '.join(missing)} to answer")
+        reasons += _recovery_waits(view, recovery)
     elif view.go is None:
-        reasons.append("the trainer has no grant")
-    if round_ is not None and round_.phase != "prepare":
-        votes = view.votes(round_.round)
-        waiting = [name for name in round_.voters if name not in votes]
-        if waiting:
-            reasons.append(f"round {round_.round} ({round_.phase}) waits for {', '.join(waiting)}")
+        reasons.append("the trainer waits for the leader's grant")
+    reasons += _round_waits(view)
+    for name in view.participants():
+        alive = view.alive(name)
+        if alive is not None and alive.waits_for:
+            reasons.append(f"{name} stands: {alive.waits_for}")
     return reasons
 
 
+def _held(name: str, text: str) -> str:
+    who = "an operator holds the trainer" if name == "operator" else f"the trainer is held by {name}"
+    return f"{who}: {text}" if text else who
+
+
+def _recovery_waits(view: View, recovery: Recovery) -> list[str]:
+    slots = (TRAINER, *([BUFFER] if BUFFER in view.participants() else []))
+    wanted = _ANSWERS.get(recovery.phase)
+    if wanted is not None:
+        names = [n for n in slots if _answered(view, recovery, n) < wanted and (wanted < 2 or n == BUFFER)]
+        return [f"recovery {recovery.recovery} waits for {', '.join(names)} to answer"] if names else []
+    if recovery.phase == "resync":
+        head, routes = view.head, view.routes()
+        if head is None or head.timeline != recovery.recovery:
+            return [f"recovery {recovery.recovery} waits for {TRAINER} to publish its weights"]
+        names = [n for n, found in view.participants().items() if found.role == "rollout" and n not in routes]
+        what = f"{', '.join(names) or 'rollouts'} to prove version {head.version}"
+        return [f"recovery {recovery.recovery} waits for {what}"]
+    return []
+
+
+def _answered(view: View, recovery: Recovery, name: str) -> int:
+    """The last phase that the registered incarnation has answered, -1 for none."""
+    ack, registered = view.acks(recovery.recovery).get(name), view.participant(name)
+    if ack is None or registered is None or ack.incarnation != registered.incarnation:
+        return -1
+    return _ANSWERS[ack.phase]
+
+
+def _round_waits(view: View) -> list[str]:
+    round_ = view.round
+    if round_ is None or round_.phase == "prepare":
+        return []
+    enough = {"ready": ("ready", "saved", "sealed"), "save": ("saved", "sealed")}.get(
+        round_.phase, ("sealed",)
+    )
+    votes = view.votes(round_.round)
+    voters = (TRAINER,) if round_.phase == "seal" else round_.voters
+    names = [n for n in voters if n not in votes or votes[n].state not in enough]
+    return [f"round {round_.round} ({round_.phase}) waits for {', '.join(names)}"] if names else []
+
+
 def _show(found: dict[str, Any]) -> None:
-    console = Console()
+    out = console()
     leader, vector = found["leader"], found["vector"]
     who = (
         f"{leader['id']} (epoch {leader['epoch']}, {leader['candidates']} candidates)" if leader else "nobody"
     )
-    console.print(f"job {found['job']}  timeline {found['timeline']}  leader {who}", highlight=False)
-    console.print(
+    out.print(
+        f"job {found['job']}  timeline {found['timeline']}  leader {who}", highlight=False, markup=False
+    )
+    out.print(
         f"step {vector['training_step']}  version {vector['weight_version']}  buffer {vector['buffer_version']}"
         f"  serving {found['serving']}  checkpoint {found['checkpoint'] or 'none'}",
         highlight=False,
     )
     for reason in found["waits"]:
-        console.print(f"waits: {reason}", style="yellow", highlight=False, markup=False)
+        out.print(f"waits: {reason}", style="yellow", highlight=False, markup=False)
     table = Table("participant", "health", "state", "step", "version", "route", "waits for")
     for one in found["participants"]:
         values = (
             one[key] for key in ("name", "health", "state", "step", "weight_version", "route", "waits_for")
         )
         table.add_row(*("" if value is None else str(value) for value in values))
-    console.print(table)
+    out.print(table)
 
 
 # -- history -----------------------------------------------------------------------------------------------

@@ -193,7 +193,7 @@ class Scripted:
             self._vote(view, "saved")
         elif wanted == "seal" and "sealed" not in self.refuse:
             self._vote(view, "sealed")
-        role.report(view)
+        role.report(view, waits_for=directive.reason if directive.kind == "hold" else "")
 
     def _may_step(self, view: View, step: int) -> bool:
         if not self.announced_every or step % self.announced_every:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
+import grpc
 import pytest
 
 from slackwater.backends.embedded import EtcdCluster, S3Server
 from slackwater.backends.etcd import EtcdStore
+from slackwater.backends.etcd_stubs import rpc
 from slackwater.engine.config import JobConfig, load_config
 from slackwater.engine.errors import ConfigError
 from slackwater.engine.keys import Keys
@@ -181,6 +188,38 @@ def test_other_settings_are_named(etcd: EtcdCluster, store: EtcdStore, job: str,
     refused(done, "seed", "weights.max_lag_steps")
 
 
+@pytest.fixture
+def locked(tmp_path: Path) -> Iterator[EtcdCluster]:
+    """An etcd that asks for a password: root has `rootpw`."""
+    cluster = EtcdCluster(tmp_path / "locked", unsafe_no_fsync=True)
+    cluster.start()
+    with grpc.insecure_channel(cluster.endpoints[0]) as channel:
+        auth = rpc.AuthStub(channel)
+        auth.UserAdd(rpc.AuthUserAddRequest(name="root", password="rootpw"))
+        auth.RoleAdd(rpc.AuthRoleAddRequest(name="root"))
+        auth.UserGrantRole(rpc.AuthUserGrantRoleRequest(user="root", role="root"))
+        auth.AuthEnable(rpc.AuthEnableRequest())
+    yield cluster
+    cluster.kill()
+
+
+@pytest.mark.real
+def test_etcd_wrong_user_and_password(locked: EtcdCluster, job: str, tmp_path: Path) -> None:
+    """A wrong password, an unknown user, none at all, a user without a password: each is named, and no job is born."""
+    member = locked.endpoints[0]
+
+    def start(site: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return slackwater("coordinator", "--config", job_file(tmp_path, job, locked, site), **environment)
+
+    refused(start('etcd_user = "root"', SLACKWATER_ETCD_PASSWORD="wrong"), member, "'root'")
+    refused(start('etcd_user = "nobody"', SLACKWATER_ETCD_PASSWORD="rootpw"), member, "'nobody'")
+    refused(start(""), member)
+    refused(start('etcd_user = "root"'), "SLACKWATER_ETCD_PASSWORD")
+    store = EtcdStore([member], user="root", password="rootpw")
+    not_born(store, job)
+    store.close()
+
+
 # -- S3 and the local directory ----------------------------------------------------------------------------
 
 
@@ -221,3 +260,88 @@ def test_local_directory_that_cannot_be_written(etcd: EtcdCluster, job: str, tmp
     site = f'local = "{tmp_path / "file" / "local"}"'
     file = job_file(tmp_path, job, etcd, site)
     refused(slackwater("config", "check", "--site", file), "site.local", "file/local")
+
+
+class Forgetful(BaseHTTPRequestHandler):
+    """An S3 server in memory that overwrites what is there, whatever If-None-Match says."""
+
+    protocol_version = "HTTP/1.1"
+    objects: ClassVar[dict[str, bytes]] = {}
+    puts: ClassVar[list[str | None]] = []
+
+    def do_PUT(self) -> None:
+        self.objects[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
+        self.puts.append(self.headers["If-None-Match"])
+        self._answer(200)
+
+    def do_GET(self) -> None:
+        found = self.objects.get(self.path.partition("?")[0])
+        self._answer(404 if found is None else 200, found or b"")
+
+    def do_HEAD(self) -> None:
+        self._answer(200)
+
+    def do_DELETE(self) -> None:
+        self.objects.pop(self.path, None)
+        self._answer(204)
+
+    def _answer(self, status: int, body: bytes = b"") -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Stay quiet."""
+
+
+@pytest.fixture
+def forgetful() -> Iterator[str]:
+    """The address of a store without conditional writes."""
+    Forgetful.objects.clear()
+    Forgetful.puts.clear()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Forgetful)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.real
+def test_store_without_conditional_writes(
+    etcd: EtcdCluster, store: EtcdStore, forgetful: str, job: str, tmp_path: Path
+) -> None:
+    """A store that would overwrite a commit is refused by name before the job is born; the probe is removed."""
+    file = job_file(tmp_path, job, etcd, f's3_bucket = "bucket"\ns3_endpoint = "{forgetful}"')
+    keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+    refused(
+        slackwater("coordinator", "--config", file, **keys), "'bucket'", "conditional writes", "If-None-Match"
+    )
+    not_born(store, job)
+    assert Forgetful.puts[:2] == ["*", "*"]
+    assert Forgetful.objects == {}
+
+
+def small_disk(folder: Path) -> list[str]:
+    """A command prefix that runs what follows with 16 KiB of disk at `folder`; empty where none can be mounted."""
+    folder.mkdir()
+    script = f'mount -t tmpfs -o size=16k tmpfs "{folder}" && exec "$@"'
+    prefix = ["unshare", "-rm", "sh", "-c", script, "sh"]
+    if shutil.which("unshare") is None:
+        return []
+    tried = subprocess.run([*prefix, "true"], capture_output=True, check=False, timeout=20)
+    return prefix if tried.returncode == 0 else []
+
+
+@pytest.mark.real
+def test_full_local_directory(etcd: EtcdCluster, job: str, tmp_path: Path) -> None:
+    """A local tier without room for a probe of 64 KiB is named as full."""
+    prefix = small_disk(tmp_path / "small")
+    if not prefix:
+        pytest.skip("no file system can be mounted here (unshare -rm)")
+    file = job_file(tmp_path, job, etcd, f'local = "{tmp_path / "small"}"')
+    argv = [sys.executable, "-m", "slackwater.adapters.cli", "config", "check", "--site", str(file)]
+    done = subprocess.run([*prefix, *argv], capture_output=True, text=True, check=False, timeout=60)
+    refused(done, "site.local", str(tmp_path / "small"), "is full")
