@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import sys
 from typing import Annotated, Literal
 
@@ -77,12 +79,24 @@ def exit_code(error: SlackwaterError) -> int:
 
 def main() -> None:
     """Run the command line and end the process with its exit code."""
+    code = _run()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a pipe whose reader has gone
+            stream.flush()
+    # All is closed by now. The interpreter's own teardown can wait for ever on gRPC's reader threads.
+    os._exit(code)
+
+
+def _run() -> int:
     try:
         app()
     except SlackwaterError as error:
         text = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
         typer.echo(f"slackwater: {text or type(error).__name__}", err=True)
-        sys.exit(exit_code(error))
+        return exit_code(error)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return 0
 
 
 if __name__ == "__main__":
