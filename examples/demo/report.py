@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from statistics import fmean, median
 from typing import Any
 
 from rich.table import Table
 
+from slackwater.engine.keys import BUFFER
 from slackwater.engine.model import Checkpoint
+from slackwater.engine.view import View
 
 from .events import Event
 from .faults import Fault
@@ -31,7 +34,7 @@ def make_report(
     boundaries = [e.fields["seconds"] for e in history if e.kind == "boundary"]
     saved = {record.training_step for record in checkpoints.values()}
     blocked = [e.fields["seconds"] for e in history if e.kind == "boundary" and e.fields["step"] in saved]
-    head, alive = view.head, view.alive("buffer")
+    head = view.head
     return {
         "rollout_engine": engine,
         "seconds": round(seconds, 1),
@@ -40,7 +43,7 @@ def make_report(
         "version_vector": {
             "training_step": observer.step,
             "weight_version": head.version if head is not None else 0,
-            "buffer_version": alive.buffer_version if alive is not None else 0,
+            "buffer_version": _buffer_version(view, checkpoints),
         },
         "checkpoints_committed": view.last_checkpoint,
         "checkpoints_durable": sum(entry.kind == "durable" for entry in observer.log),
@@ -106,6 +109,13 @@ def table(report: dict[str, Any]) -> Table:
     shown.add_row("restored state equals saved state", "yes" if same else "NO")
     shown.add_row("samples of mixed versions trained on", str(report["mixed_version_samples_trained"]))
     return shown
+
+
+def _buffer_version(view: View, checkpoints: Mapping[int, Checkpoint]) -> int:
+    """Where the buffer's log stands; it says goodbye with the trainer, and then the last cut tells."""
+    alive = view.alive(BUFFER)
+    cut = max((record.buffer_version for record in checkpoints.values()), default=0)
+    return max(cut, alive.buffer_version if alive is not None else 0)
 
 
 def _checkpoint(record: Checkpoint) -> dict[str, Any]:
