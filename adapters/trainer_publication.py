@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..engine.boundary import Directive
-from ..engine.errors import DeadlineExceeded, LeaseLost, SlackwaterError, Unavailable
+from ..engine.errors import DeadlineExceeded, LeaseLost, NoSpace, SlackwaterError, Unavailable
 from ..engine.image import ImageRecord
 from .trainer_gang import Command
 from .trainer_images import Images
@@ -75,7 +75,7 @@ class Publication:
                 path=path,
             )
             accepted = done is not None
-        except Unavailable:
+        except (Unavailable, NoSpace):  # a full etcd may have taken an earlier try
             accepted = self.settle(steward)
         except (LeaseLost, DeadlineExceeded) as error:
             seat.log.warning("not published", reason=str(error))

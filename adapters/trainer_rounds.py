@@ -12,7 +12,7 @@ import msgspec
 import structlog
 
 from ..engine.digest import sha256_text
-from ..engine.errors import LeaseLost, SlackwaterError, Unavailable
+from ..engine.errors import LeaseLost, NoSpace, SlackwaterError, Unavailable
 from ..engine.filetier import FileTier
 from ..engine.keys import BUFFER
 from ..engine.manifest import (
@@ -49,7 +49,10 @@ class OpenSave:
 
 
 class RoundDriver:
-    """Called on news by one thread; `begin` and `wait_closed` by the training thread. At most one save is open."""
+    """Called on news by one thread; `begin` and `wait_closed` by the training thread.
+
+    A new cut may come before the end of the last round was served: each save is open until its own end was told.
+    """
 
     def __init__(
         self,
@@ -62,7 +65,8 @@ class RoundDriver:
         self._role, self._tier, self._link = role, tier, link
         self._world_size = world_size
         self._committed = committed
-        self._save: OpenSave | None = None
+        self._lock = threading.Lock()
+        self._saves: list[OpenSave] = []
         self._closed = threading.Event()
         self._closed.set()
         self._log = structlog.get_logger().bind(participant="trainer")
@@ -70,29 +74,33 @@ class RoundDriver:
     @property
     def open(self) -> bool:
         """Whether a save waits for files, votes or the end of its round."""
-        return self._save is not None
+        return bool(self._saves)
 
     def begin(self, save: OpenSave) -> None:
         """The cut was accepted: from now on drive its round."""
-        self._closed.clear()
-        self._save = save
+        with self._lock:
+            self._saves.append(save)
+            self._closed.clear()
 
     def wait_closed(self, timeout_seconds: float) -> bool:
-        """Wait for the end of the open round; False when it did not come in time."""
+        """Wait for the end of every open round; False when it did not come in time."""
         return self._closed.wait(timeout_seconds)
 
     def step(self, view: View) -> None:
-        """Do what is due. `Unavailable` and `LeaseLost` are left for the next call."""
-        save = self._save
-        if save is None or view.revision < self._role.membership.written_revision:
+        """Do what is due. `Unavailable`, `LeaseLost` and a full etcd are left for the next call."""
+        if view.revision < self._role.membership.written_revision:
             return
+        for save in tuple(self._saves):
+            self._step(view, save)
+
+    def _step(self, view: View, save: OpenSave) -> None:
         round_ = view.round
         try:
             if round_ is None or view.create(view.keys.round) != save.token:
                 self._end(view, save)
             elif round_.voters:
                 self._serve(view, round_, save)
-        except (Unavailable, LeaseLost) as error:
+        except (Unavailable, LeaseLost, NoSpace) as error:
             self._log.warning("the round waits", round=save.header.round, reason=str(error))
 
     # -- votes ---------------------------------------------------------------------------------------------
@@ -182,7 +190,7 @@ class RoundDriver:
         number = save.header.round
         record = next((c for c in view.checkpoints().values() if c.path == save.path), None)
         if record is not None:
-            self._tier.write_json(f"{save.path}/{COMMITTED_NAME}", committed_bytes(view, save.header, record))
+            self._leave_record(view, save, record)
             self._link.tell(number, "")
             self._log.info("checkpoint", checkpoint=record.checkpoint, step=record.training_step)
             self._committed(record)
@@ -196,8 +204,17 @@ class RoundDriver:
             if self._world_size > 1 or not reason:
                 self._log.warning("round aborted", round=number, reason=reason)
         self._link.forget(number)
-        self._save = None
-        self._closed.set()
+        with self._lock:
+            self._saves.remove(save)
+            if not self._saves:
+                self._closed.set()
+
+    def _leave_record(self, view: View, save: OpenSave, record: Checkpoint) -> None:
+        """Put `committed.json` beside the data. The commit stands without it: whoever joins next repairs it."""
+        try:
+            self._tier.write_json(f"{save.path}/{COMMITTED_NAME}", committed_bytes(view, save.header, record))
+        except SlackwaterError as error:
+            self._log.error("committed.json is missing for now", path=save.path, error=str(error))
 
 
 def _abort_reason(view: View, number: int) -> str:

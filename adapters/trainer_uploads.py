@@ -8,7 +8,7 @@ import time
 
 import structlog
 
-from ..engine.errors import LeaseLost, SlackwaterError, Unavailable
+from ..engine.errors import Fenced, SlackwaterError, StoreError
 from ..engine.filetier import FileTier
 from ..engine.manifest import COMMITTED_NAME
 from ..engine.model import Checkpoint, Upload
@@ -79,8 +79,8 @@ class Uploader:
             try:
                 self._once(record)
                 return None
-            except SlackwaterError as found:
-                error = found
+            except (SlackwaterError, OSError) as found:
+                error = found if isinstance(found, SlackwaterError) else StoreError(str(found))
                 self._log.warning("upload failed", checkpoint=record.checkpoint, error=str(found))
             if self._stopping.wait(wait):
                 break
@@ -112,7 +112,12 @@ class Uploader:
         incarnation = self._role.membership.incarnation
         upload = Upload(checkpoint=record.checkpoint, incarnation=incarnation, state=state, **fields)  # type: ignore[arg-type]
         try:
-            self._role.upload(upload)
-        except (Unavailable, LeaseLost):
+            written = self._role.upload(upload)
+        except SlackwaterError:
             if state == "done":
                 raise
+            return
+        if state == "done" and not written:
+            raise Fenced(
+                f"checkpoint {record.checkpoint} is uploaded, but a recovery came before that was told"
+            )

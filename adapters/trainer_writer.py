@@ -10,7 +10,7 @@ from typing import Any
 
 import structlog
 
-from ..engine.errors import SlackwaterError
+from ..engine.errors import DeadlineExceeded, SlackwaterError
 from ..engine.filetier import FileTier
 from ..engine.manifest import encode_json
 from ..engine.snapshot import Staged
@@ -98,11 +98,17 @@ class PartWriter:
             encoded = encode_json(part)
             self._tier.write_json(f"{job.path}/part-r{self._rank:05d}.json", encoded)
             self._link.send_part(job.round, encoded)
-        except SlackwaterError as found:
+        except (SlackwaterError, OSError) as found:
             error = f"rank {self._rank}: {type(found).__name__}: {found}"
             self._log.error("could not save", round=job.round, error=error)
             self._link.send_failure(job.round, error)
-        outcome = self._link.outcome(job.round, self._outcome_seconds)
+        try:
+            outcome = self._link.outcome(job.round, self._outcome_seconds)
+        except DeadlineExceeded as late:
+            # The round may still be committed: its files stay, and training goes on.
+            self.last_round, self.last_error = job.round, str(late)
+            self._log.error("the end of the round is unknown", round=job.round, error=str(late))
+            return
         self.last_round, self.last_error = job.round, outcome
         if outcome:
             self._log.warning("no checkpoint from this round", round=job.round, reason=outcome)

@@ -13,7 +13,16 @@ from .action import Action, put
 from .config import JobConfig
 from .decide import decide
 from .election import Candidate
-from .errors import Conflict, NoSpace, SlackwaterError, StoreError, Unavailable
+from .errors import (
+    AuthFailed,
+    ConfigError,
+    Conflict,
+    NoSpace,
+    SlackwaterError,
+    StoreError,
+    StoreRewound,
+    Unavailable,
+)
 from .follow import Follower
 from .keys import Keys
 from .ports import Compare, Delete, Op, StateStore, Txn
@@ -54,6 +63,7 @@ class Coordinator:
         self._config: tuple[int, JobConfig] | None = None
         self._led = False
         self._campaigned = False
+        self._stuck = ""
         self._log = structlog.get_logger().bind(job=keys.job, **identity)
 
     @property
@@ -82,6 +92,14 @@ class Coordinator:
         except Unavailable as error:
             self._log.warning("etcd does not answer", error=str(error))
             return False
+        except (AuthFailed, StoreRewound):
+            raise
+        except (StoreError, ConfigError) as error:
+            # One bad record must not end every replica, nor be taken for an absent one: no decision until it is mended.
+            if str(error) != self._stuck:
+                self._log.error("nothing can be decided", error=str(error))
+            self._stuck = str(error)
+            return False
 
     def close(self) -> None:
         """Stop being a candidate, as far as etcd can be reached; the session is the caller's."""
@@ -107,6 +125,13 @@ class Coordinator:
             if key.startswith(prefix):
                 watched.add(self._keys.alive(key[len(prefix) :]))
         view = self.view
+        for key in changed:
+            if (
+                key.startswith(self._keys.requests)
+                and key in kvs
+                and not view.is_readable(key, model.Request)
+            ):
+                self._log.error("a request that cannot be read is passed over", key=key)
         self._seen.update(watched, view.mod, self._clock())
 
     def _campaign(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from . import model
+from .errors import StoreError
 from .keys import Keys
 from .ports import KV, Compare
 
@@ -48,6 +49,14 @@ class View:
         found = cached[1]
         return found if isinstance(found, kind) else None
 
+    def is_readable(self, key: str, kind: type[R]) -> bool:
+        """Whether a key is absent or holds a record of this kind."""
+        try:
+            self.record(key, kind)
+        except StoreError:
+            return False
+        return True
+
     def mod(self, key: str) -> int:
         """A key's mod-revision; 0 when absent."""
         kv = self.kvs.get(key)
@@ -84,6 +93,8 @@ class View:
             key = self._sorted[at]
             if not key.startswith(prefix):
                 break
+            if prefix == self.keys.requests and not self.is_readable(key, kind):
+                continue  # a person's slip of the pen decides nothing
             record = self.record(key, kind)
             if record is not None:
                 found[key[len(prefix) :]] = record
