@@ -12,7 +12,7 @@ from ..engine.beatport import BeatPort
 from ..engine.bufferport import Buffer
 from ..engine.bufferrole import BufferRole
 from ..engine.config import JobConfig, Site
-from ..engine.errors import Fenced, LeaseLost, SlackwaterError, Unavailable
+from ..engine.errors import Fenced, LeaseLost, NoSpace, SlackwaterError, Unavailable
 from ..engine.follow import Follower
 from ..engine.keys import BUFFER, Keys
 from ..engine.membership import Membership
@@ -107,7 +107,7 @@ class BufferParticipant:
                     if view.revision >= role.membership.written_revision:
                         role.step(view)
                         role.report()
-                except (Unavailable, LeaseLost) as error:
+                except (Unavailable, LeaseLost, NoSpace) as error:
                     self._log.warning("etcd does not answer", error=str(error))
                     self._stopping.wait(_RETRY_S)
                 except Fenced as error:

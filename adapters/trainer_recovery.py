@@ -12,6 +12,7 @@ from ..engine.errors import (
     DeadlineExceeded,
     Fenced,
     LeaseLost,
+    NoSpace,
     SlackwaterError,
     StateMismatch,
     Unavailable,
@@ -55,7 +56,7 @@ class Recovery:
                 return command
         except Fenced as error:
             self._seat.log.info("the recovery moved on", reason=str(error))
-        except (Unavailable, LeaseLost, DeadlineExceeded) as error:
+        except (Unavailable, LeaseLost, NoSpace, DeadlineExceeded) as error:
             lost = steward.role.membership.beat.lost
             if lost:
                 return Command("stop", payload=lost.encode())
@@ -144,7 +145,7 @@ class Recovery:
             skip = all(name == CorruptCheckpoint.__name__ for _, name, _ in failures)
             self._seat.log.error("could not restore", checkpoint=checkpoint, error=text)
             role.restore_failed(recovery, checkpoint, text, unverified=skip)
-        except (Fenced, LeaseLost, Unavailable) as error:
+        except (Fenced, LeaseLost, NoSpace, Unavailable) as error:
             self._seat.log.warning("the recovery moved on", reason=str(error))
 
 
