@@ -33,7 +33,7 @@ class Janitor:
         """Remove what is marked and report it; returns how many. Blocks for the removals; errors wait for the next."""
         removed = 0
         for record in view.checkpoints().values():
-            if record.state != "deleting" or record.host not in ("", self._host):
+            if record.state != "deleting":
                 continue
             try:
                 self._remove(record)
@@ -43,7 +43,8 @@ class Janitor:
         return removed
 
     def _remove(self, record: Checkpoint) -> None:
-        self._tier.remove(record.path)
+        if record.host in ("", self._host):
+            self._tier.remove(record.path)  # another host's files are gone with it, or its own affair
         if self._objects is not None:
             for name in (COMMITTED_NAME, MANIFEST_NAME):
                 self._objects.delete(f"{record.path}/{name}")

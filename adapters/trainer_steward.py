@@ -36,6 +36,9 @@ __all__ = ["Steward"]
 _POLL_S = 0.5
 _SAVING_POLL_S = 0.05
 _RETRY_S = 0.5
+_REPAIR_S = (
+    60.0  # how often an upload that was given up, or a `committed.json` that is missing, is tried again
+)
 
 
 class Steward:
@@ -149,7 +152,7 @@ class Steward:
 
     def _run(self, store: StateStore) -> None:
         follower = Follower(store, self.keys.root)
-        swept = 0.0
+        swept, repaired = 0.0, time.monotonic()
         try:
             while not self._stopping.is_set():
                 try:
@@ -166,6 +169,11 @@ class Steward:
                 if self._janitor is not None and time.monotonic() - swept > 2.0:
                     swept = time.monotonic()
                     self._janitor.sweep(self._view)
+                go = self._view.go
+                if time.monotonic() - repaired > _REPAIR_S and go is not None:
+                    repaired = time.monotonic()
+                    if go.incarnation == self.role.membership.incarnation:
+                        self._repair(self._view)
         except BaseException as error:  # noqa: BLE001  # kept for the training thread, which raises it
             self.crashed = error
             self._log.error("following etcd failed", error=repr(error))
@@ -212,6 +220,17 @@ class Steward:
 
     def adopt_local(self, view: View) -> None:
         """Repair a missing `committed.json` of this host and upload what is committed but not durable."""
+        self._repair(view)
+        self._sweep(view)
+
+    def _repair(self, view: View) -> None:
+        """As far as this host can: an error is for the log and the next time, not for the training."""
+        try:
+            self._put_right(view)
+        except SlackwaterError as error:
+            self._log.warning("not repaired yet", reason=str(error))
+
+    def _put_right(self, view: View) -> None:
         for record in view.eligible():
             if record.host != self.host or not (Path(self._tier.root) / record.path).is_dir():
                 continue
@@ -224,7 +243,6 @@ class Steward:
                 )
             if record.state == "committed":
                 self._upload(record)
-        self._sweep(view)
 
     def _sweep(self, view: View) -> None:
         """Remove what rounds of earlier lives left half written on this host; no record names it.

@@ -89,7 +89,9 @@ def fence(view: View, cause: str, target: int = 0, request: str = "") -> Action:
     parent = view.timeline if old is None or old.selected else old.parent
     head = view.head or WeightHead(version=0, step=0, timeline=0)
     previous = view.recovery
-    attempts = previous.attempts + 1 if previous is not None and previous.checkpoint else 0
+    attempts = previous.attempts + 1 if previous is not None and previous.checkpoint and not target else 0
+    # What an operator names now was not tried for this wish: an older verdict on it does not count.
+    skipped = dict(previous.skipped) if previous is not None and not target else {}
     if previous is not None and not target:
         # The operator's wish survives a trainer that dies while it is being granted.
         target, request = previous.target, previous.request
@@ -102,7 +104,7 @@ def fence(view: View, cause: str, target: int = 0, request: str = "") -> Action:
         request=request,
         attempts=attempts,
         checkpoint=previous.checkpoint if previous is not None else 0,
-        skipped=previous.skipped if previous is not None else {},
+        skipped=skipped,
     )
     compares = (view.same(keys.timeline), view.same(keys.recovery), view.same(keys.participant(TRAINER)))
     ops: tuple[Op, ...] = (

@@ -65,6 +65,7 @@ def decide_retention(view: View, config: JobConfig) -> list[Action]:
             view.same(keys.timeline),
             view.same(keys.checkpoint_head),
             view.none_newer(keys.pins),
+            view.none_newer(keys.uploads),
             Compare(keys.recovery, "create", "=", 0),
         )
         marked = msgspec.structs.replace(record, state="deleting")
