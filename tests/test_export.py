@@ -20,6 +20,7 @@ from slackwater.adapters.imagecheck import check_image
 from slackwater.engine.errors import Conflict, CorruptCheckpoint, StateMismatch, StoreError
 from slackwater.engine.image import decode_image, read_image, verify_image
 from slackwater.engine.tensorfile import FileSystem
+from tests.ranks import leave
 
 IDS = torch.tensor([[1, 5, 9, 30, 7]])
 
@@ -240,6 +241,7 @@ def _shard(rank: int, root: str, wrap: str) -> None:
                 export_image(model, base / wrap, hf_files={"config.json": b""}, rank=rank)
         else:
             export_image(model, None, hf_files={}, rank=rank)
+        leave()
     finally:
         dist.destroy_process_group()
 

@@ -27,6 +27,7 @@ from slackwater.engine.manifest import (
 )
 from slackwater.engine.reader import CheckpointReader
 from slackwater.engine.snapshot import Snapshotter
+from tests.ranks import leave
 
 pytestmark = pytest.mark.real
 
@@ -248,6 +249,7 @@ def _worker(rank: int, world: int, root: str, load: bool) -> None:
         picture = bits([dict(model.named_parameters()), [optimizer.state[p] for p in model.parameters()]])
         if rank == 0:
             (base / f"picture-{world}-{int(load)}").write_text(json.dumps(picture, sort_keys=True))
+        leave()
     finally:
         dist.destroy_process_group()
 

@@ -31,6 +31,7 @@ from slackwater.engine.manifest import (
 )
 from slackwater.engine.reader import CheckpointReader
 from slackwater.engine.snapshot import Snapshotter
+from tests.ranks import leave
 
 KINDS = ("plain", "compiled", "ddp", "fsdp2", "fsdp1", "fsdp1-flat", "fsdp1-none")
 HUBS = ("fsdp2", "fsdp1", "plain")  # every pair that has one of these
@@ -225,6 +226,7 @@ def _matrix(rank: int, world: int, root: str, optimizer: str, unused: bool, save
             same(read_back(base, source), read_back(base, again))
             (base / again / "answer.json").write_text(json.dumps(answers[source].tolist()))
             train(model, optim)  # the optimizer takes its state
+        leave()
     finally:
         dist.destroy_process_group()
 
@@ -331,6 +333,7 @@ def _flat_refusal(rank: int, root: str) -> None:
         with pytest.raises(StateMismatch, match="only some parameters of one flat parameter"):
             restore(TrainState(model, [optimizer]), base, "plain")
         assert torch.equal(answer(model), before)
+        leave()
     finally:
         dist.destroy_process_group()
 
