@@ -145,13 +145,19 @@ class RolloutClient:
             try:
                 found = self._ask(route, sampling, [list(prompts[place]) for place in left], deadline)
             except (Unavailable, httpx.HTTPError) as error:
-                self._log.info("asking another rollout", rollout=route.name, error=str(error) or repr(error))
-                with self._changed:
-                    self._avoid[route.name, route.incarnation] = self._clock() + _RETRY_SECONDS
+                self._shun(route, str(error) or repr(error))
                 continue
             for place, answer in zip(left, found, strict=True):
                 if answer is not None:
                     answers[place] = answer
+            if not any(found):
+                self._shun(route, "it cut every answer short")
+
+    def _shun(self, route: Route, why: str) -> None:
+        """Ask the others for a moment."""
+        self._log.info("asking another rollout", rollout=route.name, error=why)
+        with self._changed:
+            self._avoid[route.name, route.incarnation] = self._clock() + _RETRY_SECONDS
 
     # -- routes --------------------------------------------------------------------------------------------
 
@@ -195,13 +201,21 @@ class RolloutClient:
     ) -> list[Answer | None]:
         body = {"input_ids": prompts, "sampling_params": sampling.parameters, "return_logprob": True}
         timeout = min(self._timeout_seconds, max(0.1, deadline - self._clock()))
-        reply = self._http.post(f"{route.url}/generate", json=body, timeout=timeout)
+        try:
+            reply = self._http.post(f"{route.url}/generate", json=body, timeout=timeout)
+        except RuntimeError as error:  # httpx's word for a client that `close` has closed meanwhile
+            if self._stopping.is_set():
+                raise Unavailable("the rollout client was closed") from error
+            raise
         if reply.status_code != 200:
             raise Unavailable(f"{route.url}/generate answered {reply.status_code}: {reply.text[:200]}")
-        items = reply.json()
-        if not isinstance(items, list) or len(items) != len(prompts):
-            raise Unavailable(f"{route.url}/generate answered something else than {len(prompts)} answers")
-        return [_answer(item, route, sampling) for item in items]
+        try:
+            items = reply.json()
+            if isinstance(items, list) and len(items) == len(prompts):
+                return [_answer(item, route, sampling) for item in items]
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise Unavailable(f"{route.url}/generate answered something unreadable: {error!r}") from error
+        raise Unavailable(f"{route.url}/generate answered something else than {len(prompts)} answers")
 
 
 def _answer(item: dict[str, Any], route: Route, sampling: Sampling) -> Answer | None:

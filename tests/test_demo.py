@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -84,8 +85,13 @@ def check(report: Path, text: str) -> None:
     assert figures["mixed_version_samples_trained"] == 0
     assert figures["version_vector"]["training_step"] == figures["steps"]
     assert figures["version_vector"]["buffer_version"] > 0
+    assert figures["mixed_version_samples_refused"] >= 0
+    assert figures["faults"][2]["victim"].endswith("before its update")
     assert "\x1b[" not in text  # no colour where nobody looks at a terminal
-    assert "etcdctl" in text
+    story = text[: text.index("What this run has shown")].splitlines()[:-1]
+    assert [line for line in story if not re.match(r" *\d+\.\ds  [a-z_]+ +\S", line)] == []  # a line an event
+    assert " look " in story[1] + story[2]  # how to look at the job while it runs
+    assert text.count("etcdctl --endpoints=") > 5
 
 
 def test_two_demos_side_by_side(tmp_path: Path) -> None:

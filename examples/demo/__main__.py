@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -98,6 +99,7 @@ class Demo:
         with self._narrator, job:
             self._narrator.say("start", "etcd and S3")
             job.prepare()
+            self._narrator.say("look", f"in another terminal: {etcdctl(job)} --keys-only")
             config, site = load_config(job.config)
             store = open_store(site)
             observer = Observer(store, config.job, EventTail(job.events))
@@ -178,17 +180,23 @@ class Demo:
     def _finish(self, report: dict[str, Any], job: Stack) -> int:
         self._arguments.json.write_text(json.dumps(report, indent=2) + "\n")
         self._narrator.table(table(report))
-        etcdctl = f"etcdctl --endpoints={','.join(job.etcd.endpoints)} get --prefix /slackwater/demo/"
         self._console.print(
-            "The state of the job, while its etcd runs (slackwater up; --keep keeps the data):"
+            "What shows the job's state while a demo runs (it says its endpoint when it begins):"
         )
-        for key in ("", "checkpoints/", "weights/", "participants/", "log/"):
-            self._console.print(f"  {etcdctl}{key}", soft_wrap=True)
+        for key in ("", "checkpoints/", "routes/", "alive/", "leader/", "hold/", "log/"):
+            self._console.print(f"  {etcdctl(job)}{key}", soft_wrap=True)
         self._console.print(f"Report: {self._arguments.json}")
         missing = unmet(report)
         for promise in missing:
             self._console.print(f"NOT SHOWN: {promise}", style="bold red")
         return 1 if missing else 0
+
+
+def etcdctl(job: Stack) -> str:
+    """The command that shows the job's whole state; more of a key may be added to it."""
+    beside = Path(sys.executable).parent / "etcdctl"
+    program = os.path.relpath(beside) if beside.exists() else "etcdctl"
+    return f"{program} --endpoints={','.join(job.etcd.endpoints)} get --prefix /slackwater/demo/"
 
 
 def _undetected(schedule: Schedule) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -45,7 +46,8 @@ class Rollouts(Protocol):
 class Driver:
     """A few threads between buffer and rollouts; pauses, deaths and recoveries of either only make them wait.
 
-    Keeps at most `ahead_samples` answered samples waiting, so that what is trained on is fresh.
+    Keeps at most `ahead_samples` answered samples waiting, so that what is trained on is fresh. `on_refused` is called
+    in a driver thread with how many answers of one prompt were refused, by reason (`mixed`, `foreign`).
     """
 
     def __init__(
@@ -56,9 +58,11 @@ class Driver:
         *,
         ahead_samples: int,
         workers: int = 2,
+        on_refused: Callable[[dict[str, int]], None] = lambda _: None,
     ) -> None:
         self._buffer, self._rollouts, self._task = buffer, rollouts, task
         self._ahead_samples = ahead_samples
+        self._on_refused = on_refused
         self._stopping = threading.Event()
         self._error: Exception | None = None
         self._lock = threading.Lock()
@@ -70,7 +74,7 @@ class Driver:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many samples were `landed`, found `mixed` (several versions) or `foreign` (another timeline)."""
+        """How many samples were `landed`, or refused as `mixed` (several versions) or `foreign` (another timeline)."""
         with self._lock:
             return dict(self._counts)
 
@@ -122,10 +126,10 @@ class Driver:
         except Unavailable:
             self._buffer.requeue(caller, ids, "no rollout answered")
             return
-        samples, again = [], []
+        samples, again, refused = [], [], Counter[str]()
         for name, answer in zip(ids, answers, strict=True):
             if fault := _fault(answer, caller.timeline):
-                self._count(fault)
+                refused[fault] += 1
                 again.append(name)
                 continue
             payload = Payload(prompt_ids=tuple(prompt), answer_ids=answer.token_ids, logprobs=answer.logprobs)
@@ -141,11 +145,17 @@ class Driver:
         if samples:
             self._count("landed", self._buffer.land(caller, samples).accepted)
         if again:
+            self._refuse(refused)
             self._buffer.requeue(caller, again, "made by more than one version or by another timeline")
 
-    def _count(self, what: str, number: int = 1) -> None:
+    def _count(self, what: str, number: int) -> None:
         with self._lock:
             self._counts[what] += number
+
+    def _refuse(self, refused: Counter[str]) -> None:
+        for what, number in refused.items():
+            self._count(what, number)
+        self._on_refused(dict(refused))
 
 
 def _fault(answer: Answer, timeline: int) -> str:

@@ -100,7 +100,7 @@ class KillRollout:
 
 
 class KillTrainer:
-    """SIGKILL every rank of the trainer between a step's beginning and its end."""
+    """SIGKILL every rank of the trainer in the middle of a step: it has gradients, the weights are not updated yet."""
 
     def __init__(self, stack: Stack, observer: Observer) -> None:
         self.measured = Measured("trainer")
@@ -109,17 +109,17 @@ class KillTrainer:
         self.last_step = 0
 
     def strike(self) -> bool:
-        """Stop the gang, look whether it stands inside a step, and kill it there; else let it go on."""
+        """Stop the gang, look whether it stands between gradients and update, and kill it there; else let it go on."""
         observer, gang = self._observer, self._stack.gang
         if observer.view.last_checkpoint < 1 or not 3 <= observer.step % 10 <= 8:
             return False
         gang.signal(signal.SIGSTOP)
         observer.new_events()
-        if observer.begun != observer.step + 1:
+        if observer.inside != observer.step + 1:
             gang.signal(signal.SIGCONT)
             return False
         self.last_step, self._timeline = observer.step, observer.view.timeline
-        self.measured.victim = f"trainer in step {observer.begun}"
+        self.measured.victim = f"trainer in step {observer.inside}, before its update"
         gang.signal(signal.SIGKILL)
         return True
 

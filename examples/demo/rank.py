@@ -70,15 +70,21 @@ def _train(arguments: argparse.Namespace) -> None:
         hf_files=arguments.model,
     )
     with contextlib.ExitStack() as stack:
+        events = EventLog(arguments.work / "events.jsonl" if first else None)
+        stack.callback(events.close)
         driver, close_rollouts = None, lambda: None
         if buffer is not None:
             store = open_store(site)
             stack.callback(store.close)
             rollouts = RolloutClient(store, config.job, request_timeout_seconds=20.0).start()
-            driver = Driver(buffer, rollouts, task, ahead_samples=2 * BATCH)
+            driver = Driver(
+                buffer,
+                rollouts,
+                task,
+                ahead_samples=2 * BATCH,
+                on_refused=lambda refused: events.write("refused", **refused),
+            )
             close_rollouts = rollouts.close
-        events = EventLog(arguments.work / "events.jsonl" if first else None)
-        stack.callback(events.close)
         events.write("trainer", pid=os.getpid(), world_size=dist.get_world_size())
         check = driver.check if driver is not None else lambda: None
         finish = arguments.work / "finish"

@@ -30,7 +30,7 @@ def make_report(
     checkpoints = view.checkpoints()
     resumed = _resumed(history, checkpoints)
     trained = [event for event in history if event.kind == "step"]
-    ends = [event.fields for event in history if event.kind == "end"]
+    refused = [event.fields for event in history if event.kind == "refused"]
     boundaries = [e.fields["seconds"] for e in history if e.kind == "boundary"]
     saved = {record.training_step for record in checkpoints.values()}
     blocked = [e.fields["seconds"] for e in history if e.kind == "boundary" and e.fields["step"] in saved]
@@ -60,7 +60,7 @@ def make_report(
         "reward_first": round(fmean(rewards[:_MEAN_OVER]), 4) if rewards else 0.0,
         "reward_last": round(fmean(rewards[-_MEAN_OVER:]), 4) if rewards else 0.0,
         "mixed_version_samples_trained": sum(event.fields["mixed"] for event in trained),
-        "mixed_version_samples_refused": sum(end.get("mixed", 0) for end in ends),
+        "mixed_version_samples_refused": sum(fields.get("mixed", 0) for fields in refused),
     }
 
 
@@ -107,7 +107,10 @@ def table(report: dict[str, Any]) -> Table:
     shown.add_row("steps repeated", str(report["steps_repeated"]))
     same = report["state_digest_at_checkpoint"] == report["state_digest_after_restore"] != ""
     shown.add_row("restored state equals saved state", "yes" if same else "NO")
-    shown.add_row("samples of mixed versions trained on", str(report["mixed_version_samples_trained"]))
+    shown.add_row(
+        "samples of mixed versions",
+        f"{report['mixed_version_samples_trained']} trained on, {report['mixed_version_samples_refused']} refused",
+    )
     return shown
 
 

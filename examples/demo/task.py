@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer
+from transformers.utils import logging
 
 from examples.tinymodel import make_tiny_model
 
@@ -58,6 +59,7 @@ class Task:
 
 def make_demo_model(directory: Path, seed: int) -> Path:
     """Write the model that the job begins with (float32, so that small updates are not rounded away)."""
+    logging.disable_progress_bar()
     return make_tiny_model(
         directory, seed=seed, vocab_size=VOCABULARY, initializer_range=0.08, dtype=torch.float32
     )

@@ -219,9 +219,9 @@ class Loop:
             if batch is None:
                 step = self._after(step, self.sync.idle())
                 continue
-            self.events.write("begin", step=step + 1)
-            pace = functools.partial(self._pace, began)
+            pace = functools.partial(self._pace, step + 1, began)
             loss = self.trainer.step(batch, dist.get_rank(), dist.get_world_size(), pace)
+            self.events.write("updated", step=step + 1)
             if self._record(step + 1):
                 self._report(step + 1, batch, loss, time.monotonic() - began)
                 ended = time.monotonic()
@@ -231,8 +231,9 @@ class Loop:
             else:
                 step = self._after(step, self.sync.idle())
 
-    def _pace(self, began: float) -> None:
-        """A real step takes minutes; here one lasts `step_seconds`, so that a person can follow."""
+    def _pace(self, step: int, began: float) -> None:
+        """Between gradients and update. A real step takes minutes; here one lasts `step_seconds`, to be followed."""
+        self.events.write("gradients", step=step)
         left = self.step_seconds - (time.monotonic() - began)
         if left > 0:
             time.sleep(left)

@@ -78,7 +78,7 @@ class Observer:
         self._cache: dict[str, tuple[int, Record]] = {}
         self._seen = ""
         self.step = 0
-        self.begun = 0
+        self.inside = 0  # the step that has its gradients and no update yet; 0: none
         self.rewards: dict[int, float] = {}
         self.history: list[Event] = []
         self.log: list[LogEntry] = []
@@ -97,13 +97,15 @@ class Observer:
         """The trainer's events since the last call."""
         events = self._events.read()
         for event in events:
-            if event.kind == "begin":
-                self.begun = event.fields["step"]
+            if event.kind == "gradients":
+                self.inside = event.fields["step"]
+            elif event.kind == "updated":
+                self.inside = 0
             elif event.kind == "step":
                 self.step = event.fields["step"]
                 self.rewards[self.step] = event.fields["reward"]
             elif event.kind == "digest" and event.fields["when"] == "restore":
-                self.step = event.fields["step"]
+                self.step, self.inside = event.fields["step"], 0
         self.history += events
         return events
 
