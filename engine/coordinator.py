@@ -169,6 +169,7 @@ class Coordinator:
 
     def _apply(self, view: View, action: Action) -> bool:
         txn = Txn((self._candidate.guard(), *action.compares), action.ops)
+        self._session.check()  # the one before may have taken long
         try:
             result = self._store.txn(txn)
         except NoSpace as error:
@@ -204,6 +205,7 @@ class Coordinator:
             ops: list[Op] = [put(key, entry)]
             if len(found.kvs) > LOG_ENTRIES:
                 ops += [Delete(kv.key) for kv in found.kvs[:_TRIM_BATCH]]
+            self._session.check()
             self._store.txn(Txn((self._candidate.guard(), Compare(key, "create", "=", 0)), tuple(ops)))
         except SlackwaterError as error:
             # History is for people; losing a line of it must not stop the job.
