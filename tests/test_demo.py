@@ -123,7 +123,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
             pause.wait(0.2)
         assert len(left(mark)) > 8
         run.send_signal(signal.SIGINT)
-        assert run.wait(45) == 130, log.read_text()[-4000:]
+        assert run.wait(30) == 130, log.read_text()[-4000:]
     finally:
         run.kill() if run.poll() is None else None
         run.wait(30)
