@@ -180,16 +180,19 @@ class Membership:
         ops: Sequence[Op],
         compares: Sequence[Compare] = (),
         landed: Callable[[], bool] = lambda: False,
+        *,
+        final: bool = False,
     ) -> bool:
         """Apply a fenced transaction; False when a compare failed, so that nothing was written by us.
 
         After an unknown outcome the identical transaction is sent again; `landed` recognises an earlier success of
         our own. Raises `Unavailable` when the outcome stays unknown, `LeaseLost` when our lease may have expired.
+        With `final` a refusal counts as unknown when an earlier copy may still be on its way and land later.
         """
         self.check()
-        return self._apply(Txn((*self.fences(), *compares), tuple(ops)), landed) > 0
+        return self._apply(Txn((*self.fences(), *compares), tuple(ops)), landed, final=final) > 0
 
-    def _apply(self, txn: Txn, landed: Callable[[], bool]) -> int:
+    def _apply(self, txn: Txn, landed: Callable[[], bool], *, final: bool = False) -> int:
         unsure = False
         for _ in range(_TRIES):
             try:
@@ -201,6 +204,8 @@ class Membership:
                     revision = self._store.range(self.keys.participant(self.name)).revision
                     self.written_revision = max(self.written_revision, revision)
                     return 1
+                if unsure and final:
+                    break
                 return 0
             except Unavailable:
                 unsure = True

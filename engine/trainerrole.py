@@ -13,7 +13,7 @@ from typing import Any, Literal
 from .action import put
 from .boundary import Directive, TrainerState, direct
 from .config import JobConfig
-from .errors import LeaseLost
+from .errors import LeaseLost, NoSpace, Unavailable
 from .membership import Membership
 from .model import Ack, Alive, Freeze, ParticipantState, Upload, Vote, WeightHead, WeightVersion, decode
 from .ports import Compare, Op, Put, StateStore
@@ -201,7 +201,7 @@ class TrainerRole:
         """Send a publication. While its outcome is unknown `proof` is the key and value to look for."""
         self._unsettled = (proof.key, proof.value)
         try:
-            done = self.membership.write(ops, compares, landed)
+            done = self.membership.write(ops, compares, landed, final=True)
         except LeaseLost:
             self._unsettled = None
             raise
@@ -222,14 +222,36 @@ class TrainerRole:
         return self._unsettled is not None
 
     def settle(self) -> bool:
-        """Read back a publication of unknown outcome; True when it was accepted. Raises `Unavailable`."""
+        """Find out about a publication of unknown outcome; True when it was accepted. Raises `Unavailable`.
+
+        False is final: a copy that is still on its way will be refused, so its image may go.
+        """
         if self._unsettled is None:
             return False
         key, value = self._unsettled
         done = self._is(key, value)
+        if not done:
+            self._rule_out()
+            done = self._is(key, value)
         self._unsettled = None
         self._settled(done)
         return done
+
+    def _rule_out(self) -> None:
+        """Write the head as it is: every publication compares its revision, so that one sent before cannot land."""
+        me, key = self.membership, self.membership.keys.weight_head
+        head = self._store.get(key)
+        same = (
+            Put(key, head.value) if head is not None else put(key, WeightHead(version=0, step=0, timeline=0))
+        )
+        guard = Compare(key, "mod", "=", head.mod_revision if head is not None else 0)
+        try:
+            # Refused: a copy landed meanwhile, or our fences do not hold any more, and those of the copy neither.
+            me.write([same], [guard])
+        except LeaseLost as error:
+            raise Unavailable(f"{me.name}: a publication cannot be ruled out yet: {error}") from error
+        except NoSpace:
+            return  # a store that is full refuses the copy as well
 
     def _freeze_only(self, view: View, head: WeightHead, cut: Directive, path: str) -> WeightVersion | None:
         """A trainer without an update since the head was published is at its boundary already."""
