@@ -223,6 +223,7 @@ class Trainer:
         self.role = TrainerRole(self.store, self.me, world.config)
         self.birth = self.model = Model(0, "birth", frozenset())
         self.snapshots: dict[str, tuple[Model, Vote | None]] = {}
+        self.offered = ("", "")  # the attempt and the path of the last publication
         process.spawn(self._write, "writer")
 
     def run(self) -> None:
@@ -275,6 +276,9 @@ class Trainer:
         self.role.state = "loading"
         self.role.report(view)
         self.process.sleep(self.rng.uniform(0.1, 3.0))
+        if self.world.poisoned:
+            self.role.restore_failed(recovery.recovery, number, "out of memory", unverified=False)
+            return
         if number == 0:
             model: object = self.birth
         else:
@@ -390,6 +394,7 @@ class Trainer:
             self.snapshots[path] = (self.model, None)
         self.process.sleep(self.rng.uniform(0.01, 0.3))
         self.world.images[attempt] = self.model.digest
+        self.offered = (attempt, path)
         record = role.publish(
             view,
             location=attempt,
@@ -401,12 +406,21 @@ class Trainer:
         )
         if record is not None:
             self.world.invariants.published(record, self.model)
+        else:
+            self.refused()
+
+    def refused(self) -> None:
+        """Nothing is left of a publication that was refused, nor of its cut."""
+        attempt, path = self.offered
+        self.snapshots.pop(path, None)
+        self.world.invariants.refused(attempt)
 
     def resolve(self) -> None:
         """A publication without an answer: find out before the next update."""
         while self.role.unsettled and not self.me.beat.lost:
             try:
-                self.role.settle()
+                if not self.role.settle():
+                    self.refused()
             except Unavailable:
                 self.process.sleep(0.3)
 

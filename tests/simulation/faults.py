@@ -8,27 +8,15 @@ from typing import Any
 import msgspec
 
 from slackwater.engine.config import JobConfig
-from slackwater.engine.errors import StoreError
-from slackwater.engine.model import Request, encode
-from slackwater.engine.ports import Compare, Put, Txn
+from slackwater.engine.model import Request
 
-from .network import Weather
+from .strikes import WEATHER, Fault, arm, ask
 from .world import World, default_config
 
 __all__ = ["Fault", "Schedule", "draw", "minimise", "run"]
 
 STORMY = 100_000  # from this seed on, faults also come in pairs that belong together
 QUIET_SECONDS = 200.0
-
-
-class Fault(msgspec.Struct, frozen=True):
-    """One fault: what happens to whom, when (seconds), for how long or how likely."""
-
-    at: float
-    kind: str
-    who: str = ""
-    seconds: float = 0.0
-    chance: float = 0.0
 
 
 class Schedule(msgspec.Struct, frozen=True):
@@ -40,10 +28,11 @@ class Schedule(msgspec.Struct, frozen=True):
     coordinators: int = 2
     mode: str = "overlap"
     seconds: float = 60.0
+    stall_s: float = 0.0  # progress limit of a training trainer; 0 is the default
 
     def config(self) -> JobConfig:
         """The job that runs under this schedule."""
-        return default_config(self.mode)
+        return default_config(self.mode, stall_s=self.stall_s)
 
 
 _KINDS = (
@@ -51,6 +40,8 @@ _KINDS = (
     ("exit", 3),
     ("pause", 5),
     ("worker", 2),
+    ("beat", 2),
+    ("echo", 1),
     ("drop", 3),
     ("lost", 4),
     ("late", 4),
@@ -84,14 +75,15 @@ def draw(seed: int, seconds: float = 60.0) -> Schedule:
         who = rng.choice(names)
         if kind.startswith(("engine", "flush", "leave")):
             who = f"rollout-{rng.randrange(rollouts)}"
-        if kind in ("drop", "lost", "late", "slow", "watch", "duplicate") and rng.random() < 0.2:
+        if kind in WEATHER and rng.random() < 0.2:
             who = ""
+        lasts = rng.choice((rng.uniform(0.2, 3), rng.uniform(2, 8), rng.uniform(8, 22)))
         faults.append(
             Fault(
                 round(rng.uniform(0.1, seconds), 3),
                 kind,
                 who,
-                round(rng.choice((rng.uniform(0.2, 3), rng.uniform(2, 8), rng.uniform(8, 22))), 3),
+                round(min(lasts, 12.0) if kind in WEATHER else lasts, 3),
                 rng.choice((0.1, 0.3, 0.6, 1.0)),
             )
         )
@@ -112,57 +104,6 @@ def draw(seed: int, seconds: float = 60.0) -> Schedule:
     )
 
 
-def _strike(world: World, fault: Fault) -> None:
-    name = fault.who
-    if name == "leader":
-        name = world.leader().split("#")[0] or "coordinator-0"
-    kind = fault.kind
-    if kind == "kill":
-        world.kill(name, min(fault.seconds, 8.0))
-    elif kind == "exit":
-        world.exit(name, min(fault.seconds, 8.0))
-    elif kind == "pause":
-        world.pause(name, fault.seconds)
-    elif kind == "worker":
-        world.pause(name, fault.seconds, beat=False)
-    elif kind in ("drop", "lost", "late", "slow", "watch", "duplicate"):
-        until = world.kernel.now + min(fault.seconds, 12.0)
-        world.network.weather.append(Weather(name, kind, until, fault.chance))
-    elif kind == "compact":
-        try:
-            world.invariants.store_changed()
-            world.store.compact(world.store.revision)
-        except StoreError:
-            return
-    elif kind == "engine_death":
-        engine = world.engines[name]
-        engine.die()
-        world.kernel.after(min(fault.seconds, 6.0), engine.restart)
-    elif kind == "engine_restart":
-        world.engines[name].restart()
-    elif kind == "engine_silent":
-        world.engines[name].silent_until = world.kernel.now + fault.seconds
-    elif kind == "flush":
-        world.engines[name].refuse_until = world.kernel.now + fault.seconds
-    elif kind == "corrupt":
-        done = [p for p in world.files if p.endswith("/committed.json")]
-        path = done[-1].replace("committed.json", "trainer") if done else ""
-        world.files.pop(path, None)
-        world.remote.pop(path, None)
-    elif kind == "older":
-        found = sorted(key for key in world.invariants.now if key.startswith("checkpoints/"))
-        _ask(world, Request(kind="rollback", checkpoint=int(found[0].rsplit("/", 1)[1]) if found else 0))
-    elif kind == "leave":
-        _ask(world, Request(kind="remove", name=name))
-    else:
-        _ask(world, Request(kind=kind))  # type: ignore[arg-type]
-
-
-def _ask(world: World, request: Request) -> None:
-    key = world.keys.request(world.new_id())
-    world.store.txn(Txn((Compare(key, "create", "=", 0),), (Put(key, encode(request)),)))
-
-
 def run(schedule: Schedule) -> World:
     """Run a schedule, then a quiet time in which everything must come back."""
     world = World(
@@ -173,12 +114,14 @@ def run(schedule: Schedule) -> World:
     )
     kernel = world.kernel
     for fault in schedule.faults:
-        kernel.after(fault.at, lambda fault=fault: _strike(world, fault))
+        arm(world, fault)
     world.start()
     kernel.run(schedule.seconds)
     if not kernel.problems:
         world.network.weather.clear()
-        _ask(world, Request(kind="release"))
+        world.network.dams.clear()
+        world.network.traps.clear()
+        ask(world, Request(kind="release"))
         _settle(world)
     world.stop()
     return world
@@ -218,6 +161,7 @@ def minimise(schedule: Schedule, problem: str, tries: int = 60) -> Schedule:
 
 
 def _rule(problem: str) -> str:
+    """The rule that a problem names, without its time and its words."""
     return problem.split(": ", 2)[1]
 
 

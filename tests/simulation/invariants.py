@@ -39,6 +39,10 @@ class Invariants:
         self._last_checkpoint = 0
         self._ever_checkpoints = 0
         self._grants: set[tuple[str, int]] = set()
+        self._landed: dict[str, float] = {}  # attempt -> when its publication took effect
+        self._refused: set[str] = set()
+        self._short_since = -1.0
+        self.forged = False  # somebody outside the protocol writes
 
     def fail(self, rule: str, text: str) -> None:
         self.world.kernel.fail(f"{rule}: {text}")
@@ -88,6 +92,11 @@ class Invariants:
                 self._timeline(before, value)
             elif key == "rounds/current":
                 self._round(before, value)
+            elif key.startswith("health/"):
+                self._health(key, value)
+            elif key.startswith("alive/"):
+                self._alive(before, key, value)
+        self._shortage()
 
     @property
     def timeline(self) -> int:
@@ -199,6 +208,9 @@ class Invariants:
         head = self.now.get("weights/head")
         if head is None or head["version"] != number or head["step"] != record["step"]:
             self.fail("I3", f"version {number} is not the head")
+        self._landed[record["attempt"]] = self.world.kernel.now
+        if record["attempt"] in self._refused:
+            self.fail("I3", f"version {number} takes effect after the trainer took it for refused")
         for other, found in self._versions.items():
             if other != number and found["attempt"] == record["attempt"]:
                 self.fail("I3", f"versions {other} and {number} are one publication")
@@ -221,6 +233,8 @@ class Invariants:
 
     def _recovery(self, before: dict[str, Any], record: dict[str, Any]) -> None:
         old = before.get("recovery/current")
+        if record["phase"] == "restore" and record["attempts"] >= 3:
+            self.fail("recovery", f"attempt {record['attempts'] + 1} on checkpoint {record['checkpoint']}")
         if old is not None and old["phase"] == "fence" and record["phase"] == "select":
             for name in ("trainer", "buffer"):
                 ack = self.now.get(f"recovery/acks/{record['recovery']:08d}/{name}")
@@ -290,6 +304,8 @@ class Invariants:
             self.world.kernel.trace.append("go with too few routes")
 
     def _freeze(self, before: dict[str, Any], record: dict[str, Any]) -> None:
+        if self.forged:
+            return
         round_ = self.now.get("rounds/current")
         if round_ is None or round_["round"] != record["round"] or round_["timeline"] != self.timeline:
             self.fail("I6", f"a freeze for round {record['round']} that is not open")
@@ -307,13 +323,66 @@ class Invariants:
 
     def _round(self, before: dict[str, Any], record: dict[str, Any]) -> None:
         old = before.get("rounds/current")
+        if old is not None and old["round"] == record["round"] and old["phase"] != "prepare":
+            for name, incarnation in record["voters"].items():
+                if old["voters"].get(name) != incarnation:
+                    self.fail("I1", f"{name} becomes a voter of round {record['round']} after the cut")
+            for name in old["voters"].keys() - record["voters"].keys():
+                if f"routes/{name}" in self.now or not name.startswith("rollout"):
+                    self.fail("I1", f"{name} keeps its route and loses its vote in round {record['round']}")
         if old is None or old["phase"] != "prepare" or record["phase"] != "ready":
             return
         for key in self.now:
             if key.startswith("routes/") and key.split("/", 1)[1] not in record["voters"]:
                 self.fail("I1", f"{key} is no voter of round {record['round']}")
 
+    def _health(self, key: str, record: dict[str, Any]) -> None:
+        name = key.split("/", 1)[1]
+        alive = self.now.get(f"alive/{name}")
+        if (
+            record["state"] == "failed"
+            and record["evidence"].startswith("silent")
+            and alive is not None
+            and alive["incarnation"] == record["incarnation"]
+        ):
+            self.fail("verdict", f"{name} is failed for its silence, and is back")
+
+    def _alive(self, before: dict[str, Any], key: str, record: dict[str, Any]) -> None:
+        health = self.now.get(f"health/{key.split('/', 1)[1]}")
+        if (
+            key not in before
+            and health is not None
+            and health["state"] == "failed"
+            and health["incarnation"] == record["incarnation"]
+        ):
+            self.fail("I5", f"{key} comes back after its incarnation was declared failed")
+
+    def _shortage(self) -> None:
+        """Since when the trainer may train with too few routes and nobody holds it."""
+        wanted = self.world.config.weights.min_rollouts
+        short = (
+            "go" in self.now
+            and "hold/min_rollouts" not in self.now
+            and sum(key.startswith("routes/") for key in self.now) < wanted
+        )
+        if not short:
+            self._short_since = -1.0
+        elif self._short_since < 0:
+            self._short_since = self.world.kernel.now
+
     # -- what processes do ---------------------------------------------------------------------------------
+
+    def sent(self, process: Process, txn: Txn) -> None:
+        """A transaction leaves this process."""
+        name = process.name.split("#")[0]
+        found = self.world.coordinators.get(process.name)
+        if found is None or not name.startswith("coordinator"):
+            return
+        if txn.ops[0].key.startswith(self.world.keys.leaders):
+            return
+        lease = self.world.store._leases.get(found._session.lease)
+        if lease is None or lease.expires_at <= self.world.kernel.now:
+            self.fail("I11", f"{process.name} sends {txn.ops[0].key} after its lease may have expired")
 
     def applied(self, process: Process, txn: Txn) -> None:
         """A transaction of this process is about to be applied successfully."""
@@ -344,8 +413,10 @@ class Invariants:
                 self.fail("I5", f"{name}: {op.key} of timeline {value['timeline']}, now {timeline}")
             if f"alive/{name}" not in self.now:
                 self.fail("I11", f"{name}: {op.key} without a lease")
-            if op.key.startswith(keys.rounds + "votes/") and "rounds/current" not in self.now:
-                self.fail("I5", f"{name}: a vote without a round")
+            if op.key.startswith(keys.rounds + "votes/"):
+                round_ = self.now.get("rounds/current")
+                if round_ is None or round_["round"] != value["round"]:
+                    self.fail("I5", f"{name}: a vote in round {value['round']}, which is closed")
 
     def effect(self, me: Membership | None, what: str) -> None:
         """A participant is about to change something outside etcd."""
@@ -383,6 +454,10 @@ class Invariants:
         view, connected = granted
         if not connected:
             return
+        timers = self.world.config.timers
+        since = max(self._short_since, self.world.calm_since)
+        if self._short_since >= 0 and self.world.kernel.now - since > timers.lease_s + 1.0:
+            self.fail("hold", f"steps for {self.world.kernel.now - since:.1f} s with too few routes, no hold")
         limit = self.world.config.weights.max_lag_steps
         steps = [self._versions[route.version]["step"] for route in view.routes().values()]
         if steps and model.step - min(steps) > limit:
@@ -396,6 +471,13 @@ class Invariants:
         known = self._versions.get(record.version)
         if known is None or known["digest"] != model.digest or known["step"] != model.step:
             self.fail("I3", f"the trainer takes version {record.version} for what it is not")
+
+    def refused(self, attempt: str) -> None:
+        """The trainer takes this publication for refused: it must not have taken effect, and never will."""
+        self.store_changed()
+        if attempt in self._landed:
+            self.fail("I3", "the trainer takes an accepted publication for refused")
+        self._refused.add(attempt)
 
     def deleted(self, number: int) -> None:
         """Files of a checkpoint are removed."""

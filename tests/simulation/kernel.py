@@ -14,7 +14,10 @@ __all__ = ["Kernel", "Process", "Task"]
 
 
 class Kernel:
-    """The clock and the queue of events. `after_event` runs after each; `problems` are what went wrong."""
+    """The clock and the queue of events. `after_event` runs after each; `problems` are what went wrong.
+
+    `events` counts what had an effect: a wake-up of a task that waits for something else by now does not count.
+    """
 
     def __init__(self, seed: int) -> None:
         self.now = 1000.0
@@ -89,11 +92,11 @@ class Task:
     def resume(self, turn: int, value: Any = None) -> None:
         """Continue the wait numbered `turn`; later when the process is paused, never when it is dead."""
         process = self.process
-        if process.dead or turn != self._turn:
-            return
         wait = process.paused_until - process.kernel.now
-        if wait > 0:
-            process.kernel.after(wait, lambda: self.resume(turn, value))
+        if process.dead or turn != self._turn or wait > 0:
+            process.kernel.events -= 1  # a wake-up that came to nothing is no event
+            if wait > 0 and not process.dead and turn == self._turn:
+                process.kernel.after(wait, lambda: self.resume(turn, value))
             return
         self._turn += 1
         self._value = value

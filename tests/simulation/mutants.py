@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
+import json
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from slackwater.engine import (
+    beat,
     boundary,
     bufferrole,
     decide,
@@ -18,6 +23,7 @@ from slackwater.engine import (
     membership,
     recovery,
     retention,
+    rolloutrole,
     rounds,
     session,
     trainerrole,
@@ -25,13 +31,17 @@ from slackwater.engine import (
     wishes,
 )
 from slackwater.engine.action import Action
+from slackwater.engine.engineport import Proof
+from slackwater.engine.model import Ack
 from slackwater.engine.ports import Compare, Txn
 
+from .directed import DIRECTED
 from .faults import Schedule, draw, run
 
-__all__ = ["MUTANTS", "hunt", "hunt_all", "mutated"]
+__all__ = ["EQUIVALENT", "MUTANTS", "hunt", "hunt_all", "mutated", "schedule_of"]
 
 Patch = list[tuple[Any, str, Any]]
+SEEDS: dict[str, int] = json.loads(Path(__file__).with_name("seeds.json").read_text())
 
 
 def _without(action: Action | None, unwanted: Callable[[Compare], bool]) -> Action | None:
@@ -181,7 +191,7 @@ def _lease_from_reply() -> Patch:
             if ttl <= 0:
                 self._lose("gone")
             else:
-                self._deadline = self._clock() + 2 * self.ttl_seconds
+                self._deadline = self._clock() + self.ttl_seconds
             self.check()
             return
 
@@ -230,17 +240,34 @@ def _id_at_prepare() -> Patch:
 
 
 def _route_without_proof() -> Patch:
-    from .parts import EngineClient, Proof
+    original = rolloutrole.RolloutRole._load
 
-    return [(EngineClient, "prove", lambda self, label: Proof(label, 1, 0))]
+    class Unproven:
+        def __init__(self, engine: Any) -> None:
+            self._engine = engine
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._engine, name)
+
+        def prove(self, label: str) -> Proof:
+            return Proof(label, 1, 0)
+
+    def patched(self: Any, record: Any, image: Any) -> None:
+        engine, self.engine = self.engine, Unproven(self.engine)
+        try:
+            original(self, record, image)
+        finally:
+            self.engine = engine
+
+    return [(rolloutrole.RolloutRole, "_load", patched)]
 
 
 def _publication_ignores_freeze() -> Patch:
     original = membership.Membership.write
 
-    def patched(self: Any, ops: Any, compares: Any = (), landed: Any = lambda: False) -> bool:
+    def patched(self: Any, ops: Any, compares: Any = (), landed: Any = lambda: False, **more: Any) -> bool:
         kept = [c for c in compares if c.key != self.keys.freeze]
-        return original(self, ops, kept, landed)
+        return original(self, ops, kept, landed, **more)
 
     originals = boundary._boundary
 
@@ -255,9 +282,9 @@ def _publication_ignores_freeze() -> Patch:
 def _head_not_compared() -> Patch:
     original = membership.Membership.write
 
-    def patched(self: Any, ops: Any, compares: Any = (), landed: Any = lambda: False) -> bool:
+    def patched(self: Any, ops: Any, compares: Any = (), landed: Any = lambda: False, **more: Any) -> bool:
         kept = [c for c in compares if not c.key.startswith(self.keys.weights)]
-        return original(self, ops, kept, landed)
+        return original(self, ops, kept, landed, **more)
 
     return [(membership.Membership, "write", patched)]
 
@@ -265,10 +292,14 @@ def _head_not_compared() -> Patch:
 def _lost_reply_is_a_no() -> Patch:
     original = membership.Membership._apply
 
-    def patched(self: Any, txn: Txn, landed: Any) -> int:
+    def patched(self: Any, txn: Txn, landed: Any, **more: Any) -> int:
         return original(self, txn, lambda: False)
 
     return [(membership.Membership, "_apply", patched), (trainerrole.TrainerRole, "_is", lambda *a: False)]
+
+
+def _in_flight_is_a_no() -> Patch:
+    return [(trainerrole.TrainerRole, "_rule_out", lambda self: None)]
 
 
 def _buffer_not_fenced() -> Patch:
@@ -347,14 +378,8 @@ def _trainer_loss_ignored() -> Patch:
 def _go_for_anyone() -> Patch:
     original = recovery._freshness
 
-    def patched(view_: Any, record: Any, elapsed: float, config: Any) -> Any:
-        trainer = view_.participant("trainer")
-        action = original(view_, record, elapsed, config)
-
-        def unwanted(c):
-            return c.key in (view_.keys.participant("trainer"), view_.keys.recovery, view_.keys.timeline)
-
-        return _without(action, unwanted) if trainer is not None else action
+    def patched(view_: Any, *rest: Any) -> Any:
+        return _without(original(view_, *rest), lambda compare: compare.key != view_.keys.go)
 
     return [(recovery, "_freshness", patched)]
 
@@ -367,15 +392,8 @@ def _voters_without_routes() -> Patch:
         first = action.ops[0]
         record = msgspec.json.decode(first.value)
         record["voters"] = {n: i for n, i in record["voters"].items() if not n.startswith("rollout")}
-        return _replaced(
-            action,
-            ops=(
-                msgspec.structs.replace(first)
-                if False
-                else type(first)(first.key, msgspec.json.encode(record)),
-                *action.ops[1:],
-            ),
-        )
+        first = type(first)(first.key, msgspec.json.encode(record))
+        return _replaced(action, ops=(first, *action.ops[1:]))
 
     return [(rounds, "_fix_voters", patched)]
 
@@ -386,7 +404,11 @@ def _no_min_rollouts() -> Patch:
 
 def _failed_beats_return() -> Patch:
     original = liveness._verdict
-    return [(liveness, "_verdict", lambda *arguments: _without(original(*arguments), lambda c: True))]
+
+    def patched(view_: Any, *rest: Any) -> Any:
+        return _without(original(view_, *rest), lambda compare: compare.key.startswith(view_.keys.alives))
+
+    return [(liveness, "_verdict", patched)]
 
 
 def _skipped_ignored() -> Patch:
@@ -398,15 +420,148 @@ def _skipped_ignored() -> Patch:
     return [(recovery, "_select", patched)]
 
 
+def _no_registration_fence() -> Patch:
+    original = membership.Membership.fences
+    return [
+        (
+            membership.Membership,
+            "fences",
+            lambda self: tuple(c for c in original(self) if not c.key.startswith(self.keys.participants)),
+        )
+    ]
+
+
+def _orphan_freeze_kept() -> Patch:
+    patched = _without_orphan()
+    return [(rounds, "decide_round", patched), (decide, "decide_round", patched)]
+
+
+def _attempts_unlimited() -> Patch:
+    return [(recovery, "MAX_ATTEMPTS", 1 << 30)]
+
+
+def _back_after_failed() -> Patch:
+    return [(beat, "_failed", lambda kv, incarnation: False)]
+
+
+def _ack_of_older_recovery() -> Patch:
+    def patched(view_: Any, record: Any, name: str, phase: str) -> Any:
+        found = view_.under(view_.keys.all_acks, Ack)
+        ack = next((a for key, a in found.items() if key.endswith(f"/{name}")), None)
+        registered = view_.participant(name)
+        if ack is None or registered is None or ack.incarnation != registered.incarnation:
+            return None
+        return ack if recovery._ORDER.index(ack.phase) >= recovery._ORDER.index(phase) else None
+
+    return [(recovery, "_ack", patched), *_fence_keeps("all_acks")]
+
+
+def _dropped_keeps_route() -> Patch:
+    original = rounds._drop
+
+    def patched(view_: Any, round_: Any, late: Any, extra: Any) -> Any:
+        action = original(view_, round_, late, extra)
+        return _replaced(action, ops=action.ops[:1])
+
+    return [(rounds, "_drop", patched)]
+
+
+def _voters_follow_votes() -> Patch:
+    original = rounds._ready
+
+    def patched(view_: Any, round_: Any, elapsed: float, config: Any) -> Any:
+        voted = {"trainer", "buffer", *view_.votes(round_.round)}
+        voters = {n: i for n, i in round_.voters.items() if n in voted}
+        return original(view_, msgspec.structs.replace(round_, voters=voters), elapsed, config)
+
+    return [(rounds, "_ready", patched)]
+
+
+def _voters_recomputed() -> Patch:
+    original = rounds._ready
+
+    def patched(view_: Any, round_: Any, elapsed: float, config: Any) -> Any:
+        names = ["trainer", "buffer", *view_.routes()]
+        registered = view_.participants()
+        voters = {name: registered[name].incarnation for name in names if name in registered}
+        return original(view_, msgspec.structs.replace(round_, voters=voters), elapsed, config)
+
+    return [(rounds, "_ready", patched)]
+
+
+def _vote_without_token() -> Patch:
+    return _write_without(lambda self, compare: compare.key == self.keys.round)
+
+
+def _write_without(unwanted: Callable[[Any, Compare], bool]) -> Patch:
+    original = membership.Membership.write
+
+    def patched(self: Any, ops: Any, compares: Any = (), landed: Any = lambda: False, **more: Any) -> bool:
+        return original(self, ops, [c for c in compares if not unwanted(self, c)], landed, **more)
+
+    return [(membership.Membership, "write", patched)]
+
+
+def _silence_not_persisted() -> Patch:
+    return [(liveness, "_observe", lambda *arguments: None)]
+
+
+def _massacre() -> Patch:
+    return [(liveness, "mass_silence", lambda view_: False)]
+
+
+def _label_not_read() -> Patch:
+    original = rolloutrole.RolloutRole._compare
+
+    def patched(self: Any, status: Any) -> None:
+        original(self, dataclasses.replace(status, label=self.label))
+
+    return [(rolloutrole.RolloutRole, "_compare", patched)]
+
+
+def _stall_ignored() -> Patch:
+    return [(liveness, "_judge_progress", lambda *arguments: None)]
+
+
+def _mark_unguarded() -> Patch:
+    original = retention.decide_retention
+
+    def patched(view_: Any, config: Any) -> list[Action]:
+        found = original(view_, config)
+        return [_replaced(a, compares=()) if a.name.startswith("mark") else a for a in found]
+
+    return [(decide, "decide_retention", patched)]
+
+
+def _routes_not_compared() -> Patch:
+    original = rounds._fix_voters
+
+    def patched(view_: Any, *rest: Any) -> Any:
+        return _without(original(view_, *rest), lambda compare: compare.key == view_.keys.routes)
+
+    return [(rounds, "_fix_voters", patched)]
+
+
 MUTANTS: dict[str, Callable[[], Patch]] = {
     name[1:]: found
     for name, found in list(globals().items())
     if name.startswith("_")
     and callable(found)
     and getattr(found, "__annotations__", {}).get("return") == "Patch"
-    and name != "_fence_keeps"
+    and name not in ("_fence_keeps", "_write_without")
 }
 """Each gives the patches (object, attribute, value) that break one rule."""
+
+
+EQUIVALENT: dict[str, str] = {
+    "intent_ignored": "an intent stands only while nothing is proven, and a new life proves by a full load anyway: "
+    "what a pending intent forbids (`_clean`) is forbidden already by `proven = 0` until `done`",
+    "create_not_compared": "`create(weights/version/<v>) = 0` says nothing that `mod(weights/head)` does not: "
+    "both keys are written in one transaction only, and no version above the head exists",
+    "route_ignores_head": "a route for an older version of this timeline stays a proven, loadable one (I7), and the "
+    "voters are fixed under a range compare of the routes (`routes_not_compared`)",
+}
+"""Rules whose loss cannot show, because another one covers them: they stay as a second line, and are no mutants."""
 
 
 @contextlib.contextmanager
@@ -423,17 +578,27 @@ def mutated(name: str) -> Iterator[None]:
             setattr(target, attribute, value)
 
 
-def hunt(name: str, seconds: float, first_seed: int = 100_000) -> tuple[Schedule, str] | None:
-    """Look for a schedule that shows the mutant; None when time ran out."""
+def schedule_of(name: str, seed: int) -> Schedule:
+    """The schedule that shows a mutant at a seed: made for it, or drawn."""
+    return DIRECTED[name](seed) if name in DIRECTED else draw(seed)
+
+
+def hunt(name: str, seconds: float, first_seed: int | None = None) -> tuple[Schedule, str] | None:
+    """Look for a schedule that shows the mutant and that the sound protocol passes; None when time ran out.
+
+    Without `first_seed` the recorded seed is tried first.
+    """
     end = time.monotonic() + seconds
-    seed = first_seed
-    with mutated(name):
-        while time.monotonic() < end:
-            schedule = draw(seed)
+    first = first_seed if first_seed is not None else (1 if name in DIRECTED else 100_000)
+    known = [] if first_seed is not None else [SEEDS[name]] if name in SEEDS else []
+    for seed in itertools.chain(known, itertools.count(first)):
+        if time.monotonic() > end:
+            break
+        schedule = schedule_of(name, seed)
+        with mutated(name):
             problems = run(schedule).kernel.problems
-            if problems:
-                return schedule, problems[0]
-            seed += 1
+        if problems and not run(schedule).kernel.problems:
+            return schedule, problems[0]
     return None
 
 

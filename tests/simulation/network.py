@@ -9,21 +9,55 @@ from typing import Any
 
 from slackwater.backends.memory import MemoryStore
 from slackwater.engine.errors import Compacted, SlackwaterError, Unavailable
-from slackwater.engine.ports import KV, RangeResult, Txn, TxnResult, WatchBatch
+from slackwater.engine.ports import KV, Put, RangeResult, Txn, TxnResult, WatchBatch
 
 from .kernel import Kernel, Process
 
-__all__ = ["Network", "StoreProxy", "Weather", "rpc"]
+__all__ = ["Dam", "Network", "StoreProxy", "Trap", "Weather", "rpc"]
 
 CALL_TIMEOUT = 1.0
 
 
 @dataclass
-class Weather:
-    """A spell of bad network for the processes whose name begins with `who`: a kind and its probability."""
+class Dam:
+    """Until `until` every transaction of `who` that writes below `key` waits, then all land in their order."""
 
     who: str
-    kind: str  # drop | lost | late | slow | watch | duplicate
+    key: str
+    until: float
+
+
+@dataclass
+class Trap:
+    """Strikes once, when a transaction of `who` that writes below `key` (with `text` in a value) was applied.
+
+    With `before` it strikes when the transaction is about to leave its sender.
+    """
+
+    who: str
+    key: str
+    text: str
+    before: bool
+    strike: Callable[[], None]
+
+    def matches(self, process: Process, txn: Txn, root: str) -> bool:
+        """Whether it strikes at this transaction."""
+        return process.name.startswith(self.who) and any(
+            op.key[len(root) :].startswith(self.key)
+            and (not self.text or (isinstance(op, Put) and self.text.encode() in op.value))
+            for op in txn.ops
+        )
+
+
+@dataclass
+class Weather:
+    """A spell of bad network for the processes whose name begins with `who` ("who/beat": their beats alone).
+
+    `kind` is one of drop, lost, late, slow, watch, duplicate, echo; `chance` its probability for each call.
+    """
+
+    who: str
+    kind: str
     until: float
     chance: float
 
@@ -37,6 +71,10 @@ class Network:
         self.weather: list[Weather] = []
         self._waiting: list[tuple[Process, Callable[[Any], None]]] = []
         self._seen = store.revision
+        self.dams: list[Dam] = []
+        self.traps: list[Trap] = []
+        self.root = ""
+        self.on_sent: Callable[[Process, Txn], None] | None = None
         self.on_applied: Callable[[Process, Txn], None] | None = None
         self.before_apply: Callable[[], None] = lambda: None
 
@@ -47,7 +85,12 @@ class Network:
         now = self.kernel.now
         self.weather = [spell for spell in self.weather if spell.until > now]
         for spell in self.weather:
-            if process.name.startswith(spell.who) and rng.random() < spell.chance:
+            who, _, part = spell.who.partition("/")
+            if not process.name.startswith(who) or not process.name.endswith(part):
+                continue
+            if spell.kind == "echo" and not process.name.endswith("/beat"):
+                continue
+            if rng.random() < spell.chance:
                 return spell.kind
         return ""
 
@@ -60,7 +103,31 @@ class Network:
             self.before_apply()
             if all(store._holds(compare) for compare in txn.compares):
                 self.on_applied(process, txn)
-        return store.txn(txn)
+        result = store.txn(txn)
+        if result.succeeded and self.traps:
+            self.spring(process, txn, before=False)
+        return result
+
+    def spring(self, process: Process, txn: Txn, *, before: bool) -> None:
+        """Let the traps strike that wait for this transaction."""
+        for trap in [trap for trap in self.traps if trap.before is before]:
+            if trap.matches(process, txn, self.root):
+                self.traps.remove(trap)
+                trap.strike()
+
+    def held(self, process: Process, txn: Txn) -> float:
+        """For how long a dam keeps a transaction back."""
+        now = self.kernel.now
+        self.dams = [dam for dam in self.dams if dam.until > now]
+        return max(
+            (
+                dam.until - now
+                for dam in self.dams
+                if process.name.startswith(dam.who)
+                and any(op.key[len(self.root) :].startswith(dam.key) for op in txn.ops)
+            ),
+            default=0.0,
+        )
 
     def notify(self) -> None:
         """Wake those who wait for news; called after every event."""
@@ -77,7 +144,14 @@ class Network:
 
 
 def rpc(
-    network: Network, process: Process, rng: Any, call: Callable[[], Any], what: str, *, read: bool = False
+    network: Network,
+    process: Process,
+    rng: Any,
+    call: Callable[[], Any],
+    what: str,
+    *,
+    read: bool = False,
+    held: float = 0.0,
 ) -> Any:
     """Send a request from a process; it may be lost, land late, or its answer may be lost."""
     process.check()
@@ -86,7 +160,7 @@ def rpc(
     if fate == "drop" or (fate == "late" and read):
         process.sleep(CALL_TIMEOUT)
         raise Unavailable(f"{what}: no answer")
-    delay = rng.expovariate(500.0) + 0.0005
+    delay = held + rng.expovariate(500.0) + 0.0005
     if fate == "slow":
         delay += rng.uniform(0.1, 3.0)
 
@@ -101,7 +175,20 @@ def rpc(
         kernel.after(arrives, lambda: (execute(), None)[1])
         process.sleep(rng.choice((0.05, CALL_TIMEOUT)))
         raise Unavailable(f"{what}: no answer")
-    answer = process.wait(CALL_TIMEOUT, lambda done: kernel.after(delay, lambda: done(execute())))
+    if fate == "echo":  # done at once, heard late
+
+        def arrange(done: Callable[[Any], None]) -> None:
+            def land() -> None:
+                found = execute()
+                kernel.after(0.9, lambda: done(found))
+
+            kernel.after(min(delay, 0.05), land)
+    else:
+
+        def arrange(done: Callable[[Any], None]) -> None:
+            kernel.after(delay, lambda: done(execute()))
+
+    answer = process.wait(CALL_TIMEOUT, arrange)
     if answer is None:
         raise Unavailable(f"{what}: no answer")
     good, value = answer
@@ -132,7 +219,15 @@ class StoreProxy:
         return found
 
     def txn(self, txn: Txn) -> TxnResult:
-        done: TxnResult = self._call(lambda: self._network.apply(self._process, txn), "txn")
+        network, process = self._network, self._process
+        if network.on_sent is not None:
+            network.on_sent(process, txn)
+        if network.traps:
+            network.spring(process, txn, before=True)
+        held = network.held(process, txn) if network.dams else 0.0
+        done: TxnResult = rpc(
+            network, process, self._rng, lambda: network.apply(process, txn), "txn", held=held
+        )
         return done
 
     def grant(self, ttl_seconds: int) -> int:

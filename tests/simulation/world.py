@@ -11,7 +11,7 @@ from greenlet import getcurrent
 from slackwater.backends.memory import MemoryStore
 from slackwater.engine import membership as membership_module
 from slackwater.engine import settings as settings_module
-from slackwater.engine.config import CheckpointSettings, JobConfig, Timers, WeightSettings
+from slackwater.engine.config import CheckpointSettings, JobConfig, StallLimits, Timers, WeightSettings
 from slackwater.engine.coordinator import Coordinator
 from slackwater.engine.keys import Keys
 from slackwater.engine.settings import bootstrap
@@ -25,7 +25,7 @@ from .parts import SimBeat, SimBuffer, SimEngine
 __all__ = ["World", "default_config"]
 
 
-def default_config(mode: str = "overlap", **changes: object) -> JobConfig:
+def default_config(mode: str = "overlap", *, stall_s: float = 0.0, **changes: object) -> JobConfig:
     """A job whose rounds come often enough to be seen."""
     return JobConfig(
         job="sim",
@@ -39,6 +39,7 @@ def default_config(mode: str = "overlap", **changes: object) -> JobConfig:
             resync_deadline_s=15.0,
             persist_s=3.0,
             retry_wait_s=1.0,
+            stall_s=StallLimits(training=stall_s) if stall_s else StallLimits(),
         ),
         checkpoint=CheckpointSettings(every_steps=6, mode=mode, keep_last=2),  # type: ignore[arg-type]
         weights=WeightSettings(publish_every_steps=2, max_lag_steps=4, min_rollouts=1),
@@ -64,6 +65,8 @@ class World:
         self.kernel.after_event = self.after_event
         self.network.on_applied = self.invariants.applied
         self.network.before_apply = self.invariants.store_changed
+        self.network.on_sent = self.invariants.sent
+        self.network.root = self.keys.root
         self.images: dict[str, str] = {}  # attempt -> digest
         self.files: dict[str, object] = {}  # local tier: path -> content
         self.remote: dict[str, object] = {}
@@ -81,6 +84,8 @@ class World:
         self.coordinators: dict[str, Coordinator] = {}
         self.beats: dict[str, SimBeat] = {}
         self.restarts = True
+        self.poisoned = False  # no checkpoint can be loaded, for a reason that an older one would not cure
+        self.calm_since = 0.0
         self.lives = 0
 
     def start(self) -> None:
@@ -160,10 +165,16 @@ class World:
         if self.restarts and self.processes[name][0] is dead:
             self.launch(name)
 
-    def pause(self, name: str, seconds: float, *, beat: bool = True) -> None:
-        """Stop a process (with its beat or alone) for so long."""
-        worker, own_beat = self.processes[name]
-        worker.pause(seconds)
+    def disturb(self, kind: str, seconds: float) -> None:
+        """Bounds in time hold only a while after the last fault; what befalls an engine disturbs nobody else."""
+        if not kind.startswith(("engine", "must", "blackout")):
+            self.calm_since = max(self.calm_since, self.kernel.now + max(seconds, 8.0) + 12.0)
+
+    def pause(self, name: str, seconds: float, *, worker: bool = True, beat: bool = True) -> None:
+        """Stop a process (with its beat or alone), or its beat, for so long."""
+        own_worker, own_beat = self.processes[name]
+        if worker:
+            own_worker.pause(seconds)
         if beat:
             own_beat.pause(seconds)
 
