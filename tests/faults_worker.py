@@ -232,7 +232,6 @@ class TrainerWorker(Worker):
         self.trainer = TrainerRole(self.store, self.membership, self.config)
         self.job_uid = ""
         self.stepped_at = 0.0
-        self.waits_for = ""
         self.save: tuple[int, Header, str] | None = None  # token, header, path
         self.files: Part | None = None
 
@@ -253,7 +252,7 @@ class TrainerWorker(Worker):
         elif task == "go":
             self.train(view)
         role.state = "training" if task == "go" else "idle"
-        role.report(view, waits_for=self.waits_for if task == "go" else "")
+        role.report(view)
 
     def restore(self, record: Checkpoint | None, recovery: int, checkpoint: int) -> None:
         if self.held("restore_failed"):
@@ -302,7 +301,6 @@ class TrainerWorker(Worker):
         role = self.trainer
         self.serve(view)
         directive = role.directive(view)
-        self.waits_for = directive.reason if directive.kind == "hold" else ""
         if directive.kind == "go":
             if time.monotonic() - self.stepped_at >= self.spec.step_seconds:
                 role.step += 1
