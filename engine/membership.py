@@ -10,7 +10,7 @@ import msgspec
 
 from .action import put
 from .beatport import BeatPort
-from .errors import Fenced, LeaseLost, Refused, SlotOccupied, Unavailable
+from .errors import Fenced, LeaseLost, NoSpace, Refused, SlotOccupied, Unavailable
 from .keys import Keys
 from .model import Ack, Alive, Participant, decode
 from .ports import KV, Compare, Delete, Op, StateStore, Txn
@@ -209,6 +209,10 @@ class Membership:
                 return 0
             except Unavailable:
                 unsure = True
+            except NoSpace:
+                if unsure and final:
+                    break  # an earlier copy may land once there is space
+                raise
         raise Unavailable(f"{self.name}: the outcome of a transaction is unknown")
 
     def acknowledge_phase(self, ack: Ack) -> None:

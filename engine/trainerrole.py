@@ -155,8 +155,8 @@ class TrainerRole:
         """Publish the weights of the current step as the next version, and with `cut` set the freeze at once.
 
         None when it was refused (frozen, or somebody else was faster): retried at the next boundary, and counted.
-        Raises `LeaseLost` (nothing was sent), or `Unavailable`: then call `settle` until it answers, before the next
-        update of the weights.
+        Raises `LeaseLost` (nothing was sent), `NoSpace` (refused, and counted), or `Unavailable`: then call `settle`
+        until it answers, before the next update of the weights.
         """
         keys, me = self.membership.keys, self.membership
         head = view.head or WeightHead(version=0, step=0, timeline=0)
@@ -205,6 +205,10 @@ class TrainerRole:
         except LeaseLost:
             self._unsettled = None
             raise
+        except NoSpace:
+            self._unsettled = None  # nothing of it is on its way
+            self._settled(False)
+            raise
         self._unsettled = None
         self._settled(done)
         return done
@@ -248,10 +252,8 @@ class TrainerRole:
         try:
             # Refused: a copy landed meanwhile, or our fences do not hold any more, and those of the copy neither.
             me.write([same], [guard])
-        except LeaseLost as error:
+        except (LeaseLost, NoSpace) as error:
             raise Unavailable(f"{me.name}: a publication cannot be ruled out yet: {error}") from error
-        except NoSpace:
-            return  # a store that is full refuses the copy as well
 
     def _freeze_only(self, view: View, head: WeightHead, cut: Directive, path: str) -> WeightVersion | None:
         """A trainer without an update since the head was published is at its boundary already."""
