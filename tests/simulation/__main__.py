@@ -21,6 +21,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--replay", default="", help="a schedule as JSON, as printed with a violation")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first violation")
+    parser.add_argument("--least-rate", type=float, default=0.0, help="fail below so many events a second")
     parser.add_argument("--no-mutants", action="store_true")
     parser.add_argument("--no-minimise", action="store_true")
     parser.add_argument("--record", action="store_true", help="hunt every mutant and record its seed")
@@ -65,7 +66,7 @@ def main() -> int:
         caught, total = hunt_all()
         result["mutants_caught"] = f"{caught}/{total}"
     print(json.dumps(result) if options.json else json.dumps(result, indent=1))
-    return int(bool(violations) or caught != total)
+    return int(bool(violations) or caught != total or events / took < options.least_rate)
 
 
 def _record(seconds_each: float) -> int:

@@ -13,13 +13,14 @@ from slackwater.engine.errors import (
     Conflict,
     Fenced,
     LeaseLost,
+    NoSpace,
     SlackwaterError,
     SlotOccupied,
     Unavailable,
 )
 from slackwater.engine.follow import Follower
 from slackwater.engine.membership import Membership
-from slackwater.engine.model import Alive, Participant, Upload, Vote
+from slackwater.engine.model import Alive, Participant, Upload, Vote, WeightVersion
 from slackwater.engine.rolloutrole import EngineLost, RolloutRole
 from slackwater.engine.session import Session
 from slackwater.engine.trainerrole import TrainerRole
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from .world import World
 
 __all__ = ["buffer_main", "coordinator_main", "rollout_main", "trainer_main"]
+
+
+AWAY = (Unavailable, LeaseLost, NoSpace)  # nothing can be written now: try again
 
 
 class Eyes:
@@ -84,7 +88,7 @@ def join(world: World, process: Process, beat_process: Process, role: str) -> Me
         except SlotOccupied:
             beat.close()
             process.sleep(1.0)
-        except (Unavailable, LeaseLost):
+        except AWAY:
             beat.close()
             process.sleep(0.5)
 
@@ -100,7 +104,7 @@ def coordinator_main(world: World, process: Process, _beat: Process) -> None:
         session = Session(store, world.config.timers.lease_s, clock=world.kernel.clock, pause=process.sleep)
         try:
             session.open()
-        except (Unavailable, LeaseLost):
+        except AWAY:
             process.sleep(0.5)
             continue
 
@@ -159,11 +163,11 @@ def rollout_main(world: World, process: Process, beat_process: Process) -> None:
                 try:
                     role.step(view)
                     role.report()
-                except (Unavailable, LeaseLost):
+                except AWAY:
                     process.sleep(0.5)
         except EngineLost as error:
             if error.hard:
-                with contextlib.suppress(Unavailable, LeaseLost):
+                with contextlib.suppress(*AWAY):
                     membership.end("exited", str(error))
         except Fenced:
             pass
@@ -187,7 +191,7 @@ def buffer_main(world: World, process: Process, beat_process: Process) -> None:
                 try:
                     role.step(view)
                     role.report()
-                except (Unavailable, LeaseLost):
+                except AWAY:
                     process.sleep(0.5)
                 except Fenced:
                     if membership.standing(eyes.view) == "replaced" or membership.beat.lost:
@@ -223,6 +227,7 @@ class Trainer:
         self.role = TrainerRole(self.store, self.me, world.config)
         self.birth = self.model = Model(0, "birth", frozenset())
         self.snapshots: dict[str, tuple[Model, Vote | None]] = {}
+        self.retried_at = 0.0
         self.offered = ("", "")  # the attempt and the path of the last publication
         process.spawn(self._write, "writer")
 
@@ -261,7 +266,7 @@ class Trainer:
                     self.load(view)
                 elif task == "publish":
                     self.publish(view, None)
-            except (Unavailable, LeaseLost):
+            except AWAY:
                 self.process.sleep(0.5)
             except Fenced:
                 self.process.sleep(0.1)
@@ -376,11 +381,14 @@ class Trainer:
                 role.state = "held"
                 role.report(view, waits_for=directive.reason)
                 self.eyes.wait(1.0)
+                if self.world.kernel.now - self.retried_at >= 2.0:
+                    # A trainer that stands tries a refused publication again, as the adapter's boundary does.
+                    self.retried_at, role.refused_step = self.world.kernel.now, -1
                 continue
             try:
                 self.publish(view, directive if directive.kind == "cut" else None)
                 self.eyes.wait(1.0)
-            except (Unavailable, LeaseLost):
+            except AWAY:
                 self.process.sleep(0.2)
 
     def publish(self, view: View, cut: Directive | None) -> None:
@@ -395,7 +403,18 @@ class Trainer:
         self.process.sleep(self.rng.uniform(0.01, 0.3))
         self.world.images[attempt] = self.model.digest
         self.offered = (attempt, path)
-        record = role.publish(
+        try:
+            record = self._offer(view, attempt, cut, path)
+        except NoSpace:
+            self.refused()
+            raise
+        if record is not None:
+            self.world.invariants.published(record, self.model)
+        else:
+            self.refused()
+
+    def _offer(self, view: View, attempt: str, cut: Directive | None, path: str) -> WeightVersion | None:
+        return self.role.publish(
             view,
             location=attempt,
             digest=self.model.digest,
@@ -404,10 +423,6 @@ class Trainer:
             cut=cut,
             path=path,
         )
-        if record is not None:
-            self.world.invariants.published(record, self.model)
-        else:
-            self.refused()
 
     def refused(self) -> None:
         """Nothing is left of a publication that was refused, nor of its cut."""
@@ -437,7 +452,7 @@ class Trainer:
                 if task != "none":
                     self._round(view, task)
                 self._tiers(view, marked, removed)
-            except (Unavailable, LeaseLost):
+            except AWAY:
                 self.process.sleep(0.5)
             except Fenced:
                 self.process.sleep(0.5)

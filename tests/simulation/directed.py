@@ -225,6 +225,11 @@ _hanging = _schedule(
     Fault(20.0, "worker", "trainer", 80.0), Fault(48.0, "must_fail", "trainer"), stall_s=16.0, seconds=60.0
 )
 
+# The buffer's worker hangs in a round, and its beat does not.
+_hanging_buffer = _schedule(
+    Fault(20.0, "worker", "buffer", 70.0, on="trainer freeze"), seconds=90.0, mode="strict"
+)
+
 # An operator goes back in the very moment of a commit, when an old checkpoint may be marked.
 _rollback_at_commit = _schedule(
     *(Fault(at, "older", on="coordinator checkpoints/ committed") for at in (20.0, 34.0, 48.0)),
@@ -270,6 +275,7 @@ DIRECTED: dict[str, Callable[[int], Schedule]] = {
     "massacre": _silent_hosts,
     "label_not_read": _old_call,
     "stall_ignored": _hanging,
+    "deadlines_ignored": _hanging_buffer,
     "mark_unguarded": _rollback_at_commit,
     "routes_not_compared": _route_at_freeze,
 }

@@ -98,6 +98,10 @@ def draw(seed: int, seconds: float = 60.0) -> Schedule:
             )
             if rng.random() < 0.5:
                 faults.append(Fault(round(at + rng.uniform(0.0, 9.0), 3), "older", who))
+    if rng.random() < 0.3:
+        faults.append(
+            Fault(round(rng.uniform(1.0, seconds), 3), "full", seconds=round(rng.uniform(1, 12), 3))
+        )
     faults.sort(key=lambda fault: fault.at)
     return Schedule(
         seed, tuple(faults), rollouts, coordinators, rng.choice(("overlap", "overlap", "strict")), seconds

@@ -42,6 +42,7 @@ class Invariants:
         self._landed: dict[str, float] = {}  # attempt -> when its publication took effect
         self._refused: set[str] = set()
         self._short_since = -1.0
+        self._frozen_since = -1.0
         self.forged = False  # somebody outside the protocol writes
 
     def fail(self, rule: str, text: str) -> None:
@@ -97,6 +98,10 @@ class Invariants:
             elif key.startswith("alive/"):
                 self._alive(before, key, value)
         self._shortage()
+        if "freeze" not in self.now:
+            self._frozen_since = -1.0
+        elif self._frozen_since < 0:
+            self._frozen_since = self.world.kernel.now
 
     @property
     def timeline(self) -> int:
@@ -369,6 +374,14 @@ class Invariants:
             self._short_since = -1.0
         elif self._short_since < 0:
             self._short_since = self.world.kernel.now
+
+    def time_passed(self) -> None:
+        """The freeze ends within a bounded time once store and coordinators are up, whatever befalls the others."""
+        timers = self.world.config.timers
+        bound = timers.ready_deadline_s + timers.save_deadline_s + timers.lease_s + timers.window_s + 2.0
+        now, calm = self.world.kernel.now, self.world.led_since
+        if self._frozen_since >= 0 and now - max(self._frozen_since, calm) > bound:
+            self.fail("I6", f"frozen for {now - self._frozen_since:.1f} s")
 
     # -- what processes do ---------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slackwater.backends.memory import MemoryStore
-from slackwater.engine.errors import Compacted, SlackwaterError, Unavailable
+from slackwater.engine.errors import Compacted, NoSpace, SlackwaterError, Unavailable
 from slackwater.engine.ports import KV, Put, RangeResult, Txn, TxnResult, WatchBatch
 
 from .kernel import Kernel, Process
@@ -74,6 +74,7 @@ class Network:
         self.dams: list[Dam] = []
         self.traps: list[Trap] = []
         self.root = ""
+        self.full_until = 0.0
         self.on_sent: Callable[[Process, Txn], None] | None = None
         self.on_applied: Callable[[Process, Txn], None] | None = None
         self.before_apply: Callable[[], None] = lambda: None
@@ -97,6 +98,8 @@ class Network:
     def apply(self, process: Process, txn: Txn) -> TxnResult:
         """Apply a transaction of a process, letting `on_applied` know first."""
         store = self.store
+        if self.is_full and any(isinstance(op, Put) for op in txn.ops):
+            raise NoSpace("the store is over its quota")
         if self.on_applied is not None:
             if store._expiries and store._expiries[0][0] <= self.kernel.now:
                 store.expire()
@@ -107,6 +110,17 @@ class Network:
         if result.succeeded and self.traps:
             self.spring(process, txn, before=False)
         return result
+
+    @property
+    def is_full(self) -> bool:
+        """Over its quota a store refuses what puts or grants, and accepts deletes."""
+        return self.kernel.now < self.full_until
+
+    def grant(self, ttl_seconds: int) -> int:
+        """A lease, unless the store is full."""
+        if self.is_full:
+            raise NoSpace("the store is over its quota")
+        return self.store.grant(ttl_seconds)
 
     def spring(self, process: Process, txn: Txn, *, before: bool) -> None:
         """Let the traps strike that wait for this transaction."""
@@ -231,7 +245,7 @@ class StoreProxy:
         return done
 
     def grant(self, ttl_seconds: int) -> int:
-        lease: int = self._call(lambda: self._network.store.grant(ttl_seconds), "grant")
+        lease: int = self._call(lambda: self._network.grant(ttl_seconds), "grant")
         return lease
 
     def keep_alive(self, lease: int) -> float:

@@ -17,6 +17,7 @@ from slackwater.engine.errors import (
     EngineFault,
     Fenced,
     LeaseLost,
+    NoSpace,
     NotFound,
     Unavailable,
 )
@@ -98,7 +99,7 @@ class SimBeat:
             try:
                 self._beat.testify(reason)
                 return
-            except (Unavailable, LeaseLost):
+            except (Unavailable, LeaseLost, NoSpace):
                 self._process.sleep(0.2)
 
     def adopt(self, registered: Registered, alive: Alive) -> None:

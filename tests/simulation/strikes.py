@@ -64,7 +64,7 @@ def _strike(world: World, fault: Fault) -> None:
     name = fault.who
     if name == "leader":
         name = world.leader().split("#")[0] or "coordinator-0"
-    world.disturb(fault.kind, fault.seconds)
+    world.disturb(fault.kind, fault.who, fault.seconds)
     if fault.kind in WEATHER:
         until = world.kernel.now + fault.seconds
         world.network.weather.append(Weather(name, fault.kind, until, fault.chance))
@@ -181,6 +181,9 @@ _KINDS: dict[str, Callable[[World, Fault, str], None]] = {
     "beat": lambda world, fault, name: world.pause(name, fault.seconds, worker=False),
     "dam": lambda world, fault, name: world.network.dams.append(
         Dam(name, fault.key, world.kernel.now + fault.seconds)
+    ),
+    "full": lambda world, fault, name: setattr(
+        world.network, "full_until", world.kernel.now + min(fault.seconds, 12.0)
     ),
     "compact": _compact,
     "clear": _clear,

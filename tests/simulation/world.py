@@ -85,7 +85,8 @@ class World:
         self.beats: dict[str, SimBeat] = {}
         self.restarts = True
         self.poisoned = False  # no checkpoint can be loaded, for a reason that an older one would not cure
-        self.calm_since = 0.0
+        self.calm_since = 0.0  # since when nothing disturbs the job
+        self.led_since = 0.0  # since when nothing disturbs store and coordinators
         self.lives = 0
 
     def start(self) -> None:
@@ -165,8 +166,10 @@ class World:
         if self.restarts and self.processes[name][0] is dead:
             self.launch(name)
 
-    def disturb(self, kind: str, seconds: float) -> None:
+    def disturb(self, kind: str, who: str, seconds: float) -> None:
         """Bounds in time hold only a while after the last fault; what befalls an engine disturbs nobody else."""
+        if who.startswith(("leader", "coordinator")) or not who:
+            self.led_since = max(self.led_since, self.kernel.now + max(seconds, 8.0) + 12.0)
         if not kind.startswith(("engine", "must", "blackout")):
             self.calm_since = max(self.calm_since, self.kernel.now + max(seconds, 8.0) + 12.0)
 
@@ -192,5 +195,6 @@ class World:
         if self.store._expiries and self.store._expiries[0][0] <= self.kernel.now:
             self.store.expire()
         if self.store.revision != before:
+            self.invariants.time_passed()
             self.invariants.store_changed()
             self.network.notify()
