@@ -24,6 +24,7 @@ from slackwater.backends.etcd import EtcdStore
 from slackwater.backends.local import LocalTier
 from slackwater.engine.action import put
 from slackwater.engine.config import CheckpointSettings, JobConfig, Site, Timers, WeightSettings
+from slackwater.engine.errors import Unavailable
 from slackwater.engine.keys import BUFFER, TRAINER, Keys
 from slackwater.engine.model import LogEntry, Request
 from slackwater.engine.ports import Compare, Txn
@@ -39,7 +40,9 @@ WINDOW_S = 4.0
 MAX_LAG_STEPS = 10
 
 
-def fault_config(job: str, *, min_rollouts: int = 1, **timers: Any) -> JobConfig:
+def fault_config(
+    job: str, *, publish_every_steps: int = 5, max_lag_steps: int = MAX_LAG_STEPS, **timers: Any
+) -> JobConfig:
     """Short timers; a checkpoint only when a request asks for one, so that a job at rest has no round."""
     return JobConfig(
         job=job,
@@ -57,7 +60,9 @@ def fault_config(job: str, *, min_rollouts: int = 1, **timers: Any) -> JobConfig
             }
         ),
         checkpoint=CheckpointSettings(every_steps=0, keep_last=-1),
-        weights=WeightSettings(publish_every_steps=5, max_lag_steps=MAX_LAG_STEPS, min_rollouts=min_rollouts),
+        weights=WeightSettings(
+            publish_every_steps=publish_every_steps, max_lag_steps=max_lag_steps, min_rollouts=1
+        ),
     ).checked()
 
 
@@ -119,7 +124,7 @@ class FaultJob:
         self.keys = Keys(job)
         self.tier = LocalTier(directory / "local")
         self.store = EtcdStore(endpoints, call_timeout_seconds=2.0)
-        self.first_revision = self.store.revision()
+        self.first_revision = self.store.revision() + 1
         self.rollouts = [f"rollout-{number}" for number in range(rollouts)]
         self.coordinators: dict[str, ChildProcess] = {}
         self.workers: dict[str, ChildProcess] = {}
@@ -158,7 +163,7 @@ class FaultJob:
         return self.workers[name]
 
     def _spawn(self, argv: list[str], name: str) -> ChildProcess:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "300"}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         process = ChildProcess(argv, self.directory / f"{name}.log", environment)
         process.start()
         self._all.append(process)
@@ -182,9 +187,14 @@ class FaultJob:
         """Wait for the job to come into a state."""
         end, look = time.monotonic() + seconds, threading.Event()
         while True:
-            view = self.view()
-            if condition(view):
-                return view
+            try:
+                view = self.view()
+                if condition(view):
+                    return view
+            except Unavailable:
+                if time.monotonic() > end + 20:
+                    raise
+                continue
             if time.monotonic() > end:
                 pytest.fail(f"not within {seconds:g} s: {what}\n{self.describe(view)}")
             look.wait(0.05)
@@ -209,13 +219,10 @@ class FaultJob:
         found = self.candidates(view or self.view())
         return found[0] if found else (0, "")
 
-    def entries(self) -> list[LogEntry]:
-        """The job's history in etcd."""
-        return list(self.view().under(self.keys.logs, LogEntry).values())
-
     def history(self, kind: str = "") -> list[str]:
-        """Its texts."""
-        return [entry.text for entry in self.entries() if kind in ("", entry.kind)]
+        """Texts of the job's history in etcd."""
+        entries = self.view().under(self.keys.logs, LogEntry).values()
+        return [entry.text for entry in entries if kind in ("", entry.kind)]
 
     def events(self, name: str, event: str = "") -> list[dict[str, Any]]:
         """What a worker did."""
@@ -239,8 +246,12 @@ class FaultJob:
         self._serial += 1
         uuid = f"r{self._serial}"
         key = self.keys.request(uuid)
-        assert self.store.txn(Txn((Compare(key, "create", "=", 0),), (put(key, request),))).succeeded
-        return uuid
+        wish = Txn((Compare(key, "create", "=", 0),), (put(key, request),))
+        for _ in range(10):
+            with contextlib.suppress(Unavailable):
+                if self.store.txn(wish).succeeded or self.store.get(key) is not None:
+                    return uuid
+        raise AssertionError("etcd takes no request")
 
     def fate(self, uuid: str, seconds: float = 40.0) -> Request:
         """Wait until a wish is done or refused."""
@@ -256,7 +267,7 @@ class FaultJob:
     def checkpoint(self) -> int:
         """Ask for a checkpoint and wait for it."""
         fate = self.fate(self.request(Request(kind="checkpoint")))
-        assert fate.state == "done", fate
+        assert fate.state == "done", f"{fate}\n{self.describe(self.view())}"
         return int(fate.answer.rsplit(" ", 1)[1])
 
     def hold(self, name: str, *phases: str) -> None:

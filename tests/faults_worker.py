@@ -44,8 +44,8 @@ from slackwater.engine.manifest import (
     merge_manifest,
 )
 from slackwater.engine.membership import Membership
-from slackwater.engine.model import Ack, Alive, Checkpoint, Participant, Record, Route, Vote
-from slackwater.engine.ports import Compare
+from slackwater.engine.model import Ack, Alive, Checkpoint, Participant, Record, Round, Route, Vote
+from slackwater.engine.ports import KV, Compare
 from slackwater.engine.tensorfile import write_small_file
 from slackwater.engine.trainerrole import TrainerRole
 from slackwater.engine.view import View
@@ -110,8 +110,9 @@ class Worker:
             pid=os.getpid(),
         )
         self.membership = Membership(self.store, self.keys, record, self.beat)
-        self.follower = Follower(self.store, self.keys.root)
         self.cache: dict[str, tuple[int, Record]] = {}
+        self.seen: tuple[dict[str, KV], int] = ({}, 0)
+        self.news = threading.Event()
         self.stopping = threading.Event()
         self.told: dict[str, Any] = {}
         self.serial = 0
@@ -125,6 +126,10 @@ class Worker:
         line = json.dumps({"at": time.monotonic(), "incarnation": self.membership.incarnation, **said})
         with (self.directory / f"{self.name}.events").open("a") as file:
             file.write(line + "\n")
+
+    def tell_refusal(self, error: SlackwaterError) -> None:
+        """Something that we wanted to write was not written, or nobody knows."""
+        self.tell("refused", error=type(error).__name__, text=str(error)[:200])
 
     def held(self, phase: str) -> bool:
         """Whether this phase must not be answered now."""
@@ -156,15 +161,33 @@ class Worker:
             self.tell("joined", timeline=self.membership.timeline)
             return
 
+    def follow(self) -> None:
+        """A thread that follows etcd, so that an etcd that is away keeps nobody from working."""
+        follower = Follower(self.store, self.keys.root)
+        while not self.stopping.is_set():
+            try:
+                if follower.poll(0.2):
+                    self.seen = (dict(follower.kvs), follower.revision)
+                    self.news.set()
+            except Unavailable:
+                self.stopping.wait(0.05)
+        follower.close()
+
+    def view(self) -> View:
+        """What was seen last."""
+        return View(self.keys, *self.seen, self.cache)
+
     def run(self) -> None:
         """Answer until told to stop. A life that is over is followed by another one."""
         self.join()
+        follower = threading.Thread(target=self.follow, daemon=True)
+        follower.start()
         while not self.stopping.is_set():
-            try:
-                self.follower.poll(0.02 if self.role == "trainer" else 0.05)
-            except Unavailable as error:
-                self.tell("away", error=type(error).__name__)
-            view = View(self.keys, self.follower.kvs, self.follower.revision, self.cache)
+            self.news.wait(0.02 if self.role == "trainer" else 0.1)
+            self.news.clear()
+            view = self.view()
+            if view.revision == 0:
+                continue
             try:
                 if self.beat.lost or self.membership.standing(view) == "replaced":
                     self.tell("over", lost=self.beat.lost)
@@ -172,11 +195,9 @@ class Worker:
                     continue
                 self.act(view)
             except (Fenced, LeaseLost, Unavailable, NoSpace) as error:
-                self.tell("refused", error=type(error).__name__, text=str(error)[:200])
-                if isinstance(error, NoSpace):
-                    print(f"{self.name}: {error}", flush=True)
+                self.tell_refusal(error)
                 self.stopping.wait(0.05)
-        self.follower.close()
+        follower.join()
         with contextlib.suppress(SlackwaterError):
             self.membership.end("left", "asked to stop")
         self.beat.close()
@@ -231,9 +252,10 @@ class TrainerWorker(Worker):
         super().__init__(spec)
         self.trainer = TrainerRole(self.store, self.membership, self.config)
         self.job_uid = ""
-        self.stepped_at = 0.0
-        self.save: tuple[int, Header, str] | None = None  # token, header, path
-        self.files: Part | None = None
+        self.stepped_at = self.retried_at = 0.0
+        self.waits_for = ""
+        self.saves: dict[str, Header] = {}  # path of an attempt -> header
+        self.files: dict[str, Part] = {}
 
     def act(self, view: View) -> None:
         role, recovery = self.trainer, view.recovery
@@ -244,7 +266,6 @@ class TrainerWorker(Worker):
         task = role.recovery_task(view)
         if task == "acknowledge" and not self.held("fence"):
             role.acknowledge(view)
-            self.save = None
         elif task == "restore" and recovery is not None and not self.held("restore"):
             self.restore(view.checkpoints().get(recovery.checkpoint), recovery.recovery, recovery.checkpoint)
         elif task == "publish" and not self.held("publish"):
@@ -252,7 +273,7 @@ class TrainerWorker(Worker):
         elif task == "go":
             self.train(view)
         role.state = "training" if task == "go" else "idle"
-        role.report(view)
+        role.report(view, waits_for=self.waits_for if task == "go" else "")
 
     def restore(self, record: Checkpoint | None, recovery: int, checkpoint: int) -> None:
         if self.held("restore_failed"):
@@ -284,7 +305,7 @@ class TrainerWorker(Worker):
         )
         path = attempt_path(header) if cut is not None else ""
         if cut is not None:
-            self.save, self.files = (cut.token, header, path), None
+            self.saves[path] = header
         self.tell("publishing", step=role.step, attempt=attempt, cut=cut is not None)
         record = role.publish(
             view,
@@ -299,8 +320,14 @@ class TrainerWorker(Worker):
 
     def train(self, view: View) -> None:
         role = self.trainer
-        self.serve(view)
+        if view.revision < self.membership.written_revision:
+            return  # a view without our own last write
+        try:
+            self.serve(view)
+        except (LeaseLost, Unavailable, NoSpace) as error:  # a round that waits is no reason to stand
+            self.tell_refusal(error)
         directive = role.directive(view)
+        self.waits_for = directive.reason if directive.kind == "hold" else ""
         if directive.kind == "go":
             if time.monotonic() - self.stepped_at >= self.spec.step_seconds:
                 role.step += 1
@@ -312,38 +339,38 @@ class TrainerWorker(Worker):
             self.publish(view, directive)
         elif directive.kind == "hold":
             self.tell("hold", reason=directive.reason, step=role.step)
+            if time.monotonic() - self.retried_at > 1.0:  # who stands tries a refused publication again
+                self.retried_at, role.refused_step = time.monotonic(), -1
 
     def serve(self, view: View) -> None:
         """Our votes in the open round."""
         round_ = view.round
-        if round_ is None or self.save is None or view.create(self.keys.round) != self.save[0]:
+        if round_ is None or round_.path not in self.saves:
             return
-        path = self.save[2]
+        path = round_.path
         task = self.trainer.round_task(view)
         if task == "none" or self.held({"ready": "ready", "save": "saved", "seal": "sealed"}[task]):
             return
         if task == "ready":
             self.vote(view, "ready", path=path)
             return
-        if self.files is None:
+        if path not in self.files:
             data = content("trainer", round_.timeline, round_.step)
-            self.files = Part(rank=0, files=(write_data(self.tier, path, "trainer.bin", data),))
+            self.files[path] = Part(rank=0, files=(write_data(self.tier, path, "trainer.bin", data),))
         if task == "save":
-            self.vote(view, "saved", path=path, digest=sha256_text(encode_json(self.files)))
+            self.vote(view, "saved", path=path, digest=sha256_text(encode_json(self.files[path])))
         else:
-            self.seal(view, path)
+            self.seal(view, round_)
 
-    def seal(self, view: View, path: str) -> None:
-        round_, save = view.round, self.save
-        if round_ is None or save is None or self.files is None:
-            return
+    def seal(self, view: View, round_: Round) -> None:
+        path = round_.path
         buffer = decode_part(self.tier.read_json(f"{path}/{BUFFER_PART}"), "the buffer's list")
         vector = VersionVector(
             training_step=round_.step, weight_version=round_.version, buffer_version=round_.step
         )
         steps = {str(version): step for version, step in view.step_map().items()}
-        header = msgspec.structs.replace(save[1], vector=vector, step_map=steps)
-        manifest = merge_manifest(header, [self.files, buffer])
+        header = msgspec.structs.replace(self.saves[path], vector=vector, step_map=steps)
+        manifest = merge_manifest(header, [self.files[path], buffer])
         encoded = encode_json(manifest)
         self.tier.write_json(f"{path}/{MANIFEST_NAME}", encoded, replace=True)
         size = sum(entry.size_bytes for entry in manifest.files)
@@ -352,7 +379,7 @@ class TrainerWorker(Worker):
 
     def zombie(self) -> None:
         """Publish, vote and acknowledge as if nothing had happened, on the view and with the fences of our last day."""
-        view = View(self.keys, self.follower.kvs, self.follower.revision, self.cache)
+        view = self.view()
         for attempt in (
             lambda: self.publish(view, None),
             lambda: self.vote(view, "saved"),
@@ -363,7 +390,7 @@ class TrainerWorker(Worker):
             try:
                 attempt()
             except (Fenced, LeaseLost, Unavailable) as error:
-                self.tell("refused", error=type(error).__name__, text=str(error)[:200])
+                self.tell_refusal(error)
 
 
 class BufferWorker(Worker):
@@ -455,11 +482,11 @@ class RolloutWorker(Worker):
 
     def zombie(self) -> None:
         """Write the route of our last day again."""
-        view = View(self.keys, self.follower.kvs, self.follower.revision, self.cache)
+        view = self.view()
         try:
             self.route(view, view.head.version if view.head is not None else 1)
         except (Fenced, LeaseLost, Unavailable) as error:
-            self.tell("refused", error=type(error).__name__, text=str(error)[:200])
+            self.tell_refusal(error)
 
 
 def read_manifest(tier: LocalTier, record: Checkpoint) -> Manifest:

@@ -72,6 +72,15 @@ RECOVERY |= {"restore": (TRAINER, "restore"), "resync": ("rollout-0", "route")}
 RECOVERY |= {"freshness": (BUFFER, "freshness")}
 
 
+def cases(phases: dict[str, tuple[str, str]], killed_in_soak: tuple[str, ...]) -> list[object]:
+    """Each phase with a leader that is killed and one that is stopped; some of the kills are left for the soak."""
+    found = []
+    for phase in phases:
+        marks = [pytest.mark.soak] if phase in killed_in_soak else []
+        found += [pytest.param(phase, "kill", marks=marks), pytest.param(phase, "stop")]
+    return found
+
+
 def strike(job: FaultJob, kind: str, hold: tuple[str, str]) -> None:
     """Kill or stop the leader, let the phase go on once another one leads, and wake the stopped one up."""
     epoch, name = job.leader()
@@ -105,8 +114,7 @@ def phase_of(view: View) -> str:
     return view.round.phase if view.round is not None else ""
 
 
-@pytest.mark.parametrize("kind", ["kill", "stop"])
-@pytest.mark.parametrize("phase", list(ROUND))
+@pytest.mark.parametrize(("phase", "kind"), cases(ROUND, ("prepare", "save")))
 def test_leader_lost_in_a_round(running: FaultJob, phase: str, kind: str) -> None:
     """The next leader finishes the very round; the old one, woken up, changes nothing; nobody was failed for it."""
     before, verdicts = running.view(), len(running.history("verdict"))
@@ -124,8 +132,7 @@ def test_leader_lost_in_a_round(running: FaultJob, phase: str, kind: str) -> Non
     assert running.history("verdict")[verdicts:] == []
 
 
-@pytest.mark.parametrize("kind", ["kill", "stop"])
-@pytest.mark.parametrize("phase", list(RECOVERY))
+@pytest.mark.parametrize(("phase", "kind"), cases(RECOVERY, ("fence", "restore", "resync")))
 def test_leader_lost_in_a_recovery(running: FaultJob, phase: str, kind: str) -> None:
     """The next leader goes on with the recovery where it was, and it ends in the state of the checkpoint."""
     before = running.view()
