@@ -28,6 +28,8 @@ from slackwater.engine.view import View
 
 __all__ = ["ScriptedTrainer", "ThreadBeat", "Watcher", "fast_config", "running_job"]
 
+_STATES = {"ready": "ready", "save": "saved", "seal": "sealed"}
+
 
 def fast_config(job: str, *, min_rollouts: int = 0, window_s: float = 2.0) -> JobConfig:
     """Settings with short timers and no buffer; a checkpoint only when a request asks for one."""
@@ -257,6 +259,7 @@ class ScriptedTrainer:
             path="somewhere",
         )
         if record is None:
+            self.role.refused_step = -1  # it stands at this step: like the adapter, it tries again by itself
             raise Unavailable("refused; the next view decides")
         return record.version
 
@@ -269,7 +272,7 @@ class ScriptedTrainer:
             incarnation=self._membership.incarnation,
             timeline=self._membership.timeline,
             round=round_.round,
-            state="saved" if task == "save" else "sealed",
+            state=_STATES[task],  # type: ignore[arg-type]
             step=round_.step,
             version=round_.version,
             path=round_.path,
