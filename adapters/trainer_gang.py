@@ -56,6 +56,13 @@ class Command:
         return found
 
 
+def _from_rank_0(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
+    """`dist.broadcast` on the group itself: torch's wrapper costs a quarter of so small a broadcast."""
+    options = dist.BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    group.broadcast([tensor], options).wait()
+
+
 class Gang:
     """This process's place among the ranks. Its collectives must be called by every rank, in the same order.
 
@@ -71,6 +78,7 @@ class Gang:
                 wait = datetime.timedelta(seconds=timeout_seconds)
                 self._group = dist.new_group(backend="gloo", timeout=wait)
         self._record = torch.zeros(_WIDTH, dtype=torch.int64)
+        self._fields = self._record.numpy()  # the same memory
 
     def broadcast(self, command: Command | None) -> Command:
         """Rank 0's command, on every rank; the others pass None. Blocks until rank 0 speaks."""
@@ -82,8 +90,8 @@ class Gang:
         if command is not None:
             size = len(command.payload)
             fields = (_KINDS.index(command.kind), command.round, command.token, command.step)
-            record[:] = torch.tensor((*fields, command.timeline, size), dtype=torch.int64)
-        dist.broadcast(record, 0, group=self._group)
+            self._fields[:] = (*fields, command.timeline, size)
+        _from_rank_0(self._group, record)
         if command is not None and not command.payload:
             return command
         kind, round_, token, step, timeline, size = record.tolist()
@@ -92,7 +100,7 @@ class Gang:
             body = torch.zeros(size, dtype=torch.uint8)
             if command is not None:
                 body[:] = torch.frombuffer(bytearray(command.payload), dtype=torch.uint8)
-            dist.broadcast(body, 0, group=self._group)
+            _from_rank_0(self._group, body)
             payload = body.numpy().tobytes()
         return Command(_KINDS[kind], round_, token, step, timeline, payload)
 
