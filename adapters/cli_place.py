@@ -36,6 +36,7 @@ __all__ = [
     "console",
     "find_place",
     "look",
+    "look_even_if_unborn",
     "opened",
     "print_json",
     "read_job",
@@ -97,11 +98,16 @@ def opened(place: Place) -> Iterator[EtcdStore]:
 
 def look(store: StateStore, place: Place) -> View:
     """The whole job at one revision, read only. `Refused` when there is no such job."""
-    found = store.range(place.keys.root)
-    view = View(place.keys, {kv.key: kv for kv in found.kvs}, found.revision, {})
+    view = look_even_if_unborn(store, place)
     if view.config is None:
         raise Refused(_unknown(place))
     return view
+
+
+def look_even_if_unborn(store: StateStore, place: Place) -> View:
+    """What etcd holds below the job's prefix at one revision, be it nothing."""
+    found = store.range(place.keys.root)
+    return View(place.keys, {kv.key: kv for kv in found.kvs}, found.revision, {})
 
 
 def read_job(store: StateStore, place: Place) -> JobConfig:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import contextlib
 from typing import Annotated
 
 import typer
 
-from ..backends.local import LocalTier
 from ..backends.s3 import S3Store
 from ..engine.config import Site
 from ..engine.errors import ConfigError, CorruptCheckpoint, NotFound, Refused, Unavailable
-from ..engine.manifest import Committed, Manifest, decode_json
+from ..engine.filetier import FileTier
+from ..engine.manifest import COMMITTED_NAME, MANIFEST_NAME, Committed, Manifest, decode_json
 from ..engine.ports import StateStore
 from ..engine.rebuild import Found, Rebuild, plan_rebuild
-from ..engine.view import View
-from .cli_place import ConfigOption, EtcdOption, JobOption, Place, find_place, opened
-from .stores import open_objects
+from .cli_place import ConfigOption, EtcdOption, JobOption, find_place, look_even_if_unborn, opened
+from .stores import open_objects, open_tier
 
-__all__ = ["apply", "find_committed", "rebuild", "view_of"]
+__all__ = ["apply", "find_committed", "rebuild"]
 
-_COMMITTED = "committed.json"
 _LIMIT_BYTES = 16 << 20
 
 
@@ -39,7 +37,7 @@ def rebuild(
         raise ConfigError("a rebuild needs the job's settings: give --config")
     found, step_map = find_committed(place.site, place.job)
     with opened(place) as store:
-        plan = plan_rebuild(place.config, view_of(store, place), found, step_map, job_uid=job_uid)
+        plan = plan_rebuild(place.config, look_even_if_unborn(store, place), found, step_map, job_uid=job_uid)
         typer.echo(
             f"job {place.job} ({plan.job_uid}): checkpoints {', '.join(map(str, plan.checkpoints))}; goes on with "
             f"timeline {plan.timeline}, weight version {plan.next_version}, checkpoint {plan.next_checkpoint}"
@@ -49,12 +47,6 @@ def rebuild(
             return
         apply(store, plan)
     typer.echo("rebuilt: start the coordinators, the trainer and the sidecars as always")
-
-
-def view_of(store: StateStore, place: Place) -> View:
-    """What etcd holds of the job now, be it nothing."""
-    found = store.range(place.keys.root)
-    return View(place.keys, {kv.key: kv for kv in found.kvs}, found.revision, {})
 
 
 def apply(store: StateStore, plan: Rebuild) -> None:
@@ -71,32 +63,33 @@ def apply(store: StateStore, plan: Rebuild) -> None:
 def find_committed(site: Site, job: str) -> tuple[list[Found], dict[int, int]]:
     """Every readable `committed.json` of a job on this host and in the bucket, and the newest one's step map."""
     found: list[Found] = []
-    tier = LocalTier(Path(site.local))
+    tier = open_tier(site)
     for path, raw in tier.committed(job):
-        found.append(Found(decode_json(raw, Committed, f"{path}/{_COMMITTED}", _LIMIT_BYTES), path))
+        found.append(Found(decode_json(raw, Committed, f"{path}/{COMMITTED_NAME}", _LIMIT_BYTES), path))
     objects = open_objects(site)
-    if objects is not None:
+    if objects is None:
+        return found, _step_map(found, tier, None)
+    with contextlib.closing(objects):
         found += _in_bucket(objects, site, job)
-    return found, _step_map(found, tier, objects)
+        return found, _step_map(found, tier, objects)
 
 
 def _in_bucket(objects: S3Store, site: Site, job: str) -> list[Found]:
     found = []
     for info in objects.list(f"{job}/"):
-        if not info.key.endswith(f"/{_COMMITTED}"):
+        if not info.key.endswith(f"/{COMMITTED_NAME}"):
             continue
-        path = info.key.removesuffix(f"/{_COMMITTED}")
+        path = info.key.removesuffix(f"/{COMMITTED_NAME}")
         committed = decode_json(objects.get(info.key), Committed, info.key, _LIMIT_BYTES)
-        prefix = f"{site.s3_prefix.strip('/')}/" if site.s3_prefix.strip("/") else ""
-        found.append(Found(committed, path, f"s3://{site.s3_bucket}/{prefix}{path}"))
+        found.append(Found(committed, path, site.remote_address(path)))
     return found
 
 
-def _step_map(found: list[Found], tier: LocalTier, objects: S3Store | None) -> dict[int, int]:
+def _step_map(found: list[Found], tier: FileTier, objects: S3Store | None) -> dict[int, int]:
     if not found:
         return {}
     newest = max(found, key=lambda one: one.committed.checkpoint)
-    name = f"{newest.path}/manifest.json"
+    name = f"{newest.path}/{MANIFEST_NAME}"
     try:
         raw = objects.get(name) if newest.remote and objects is not None else tier.read_json(name)
         manifest: Manifest = decode_json(raw, Manifest, name)

@@ -97,8 +97,7 @@ class Steward:
         join_when_free(store, membership, self.config.timers.lease_s, lambda: start)
         self.role = TrainerRole(store, membership, self.config)
         if self.objects is not None:
-            remote = f"s3://{self._site.s3_bucket}/{self._site.s3_prefix.strip('/')}".rstrip("/") + "/"
-            self.uploader = Uploader(self.role, self._tier, self.objects, remote)
+            self.uploader = Uploader(self.role, self._tier, self.objects, self._site.remote_address)
         self.rounds = RoundDriver(self.role, self._tier, self._link, self._world_size, self._upload)
         self._janitor = Janitor(self.role, self.host, self._tier, self.objects)
         self._thread = threading.Thread(
@@ -215,7 +214,7 @@ class Steward:
         if self.objects is not None:
             for found in self.objects.list(f"{self.config.job}/"):
                 if found.key.endswith(f"/{COMMITTED_NAME}"):
-                    return f"s3://{self._site.s3_bucket}/{found.key}"
+                    return self._site.remote_address(found.key)
         return ""
 
     def adopt_local(self, view: View) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 
 import structlog
 
@@ -25,7 +26,9 @@ _REPORT_S = 1.0
 class Uploader:
     """`submit` a committed checkpoint; `drain` waits for all of them. `error` is why the newest is not durable."""
 
-    def __init__(self, role: TrainerRole, tier: FileTier, objects: UploadStore, remote: str) -> None:
+    def __init__(
+        self, role: TrainerRole, tier: FileTier, objects: UploadStore, remote: Callable[[str], str]
+    ) -> None:
         self._role, self._tier, self._objects, self._remote = role, tier, objects, remote
         self._jobs: queue.SimpleQueue[Checkpoint | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -104,7 +107,7 @@ class Uploader:
         upload_checkpoint(self._objects, directory, record.path, record.manifest_digest, progress)
         publish_committed(self._objects, record.path, self._tier.read_json(f"{record.path}/{COMMITTED_NAME}"))
         size = record.size_bytes
-        self._tell(record, "done", bytes_done=size, bytes_total=size, remote=f"{self._remote}{record.path}")
+        self._tell(record, "done", bytes_done=size, bytes_total=size, remote=self._remote(record.path))
         self._log.info("durable", checkpoint=record.checkpoint, bytes_total=size)
 
     def _tell(self, record: Checkpoint, state: str, **fields: object) -> None:

@@ -170,6 +170,11 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """The directory of published weights."""
         return Path(self.images) if self.images else Path(self.local) / "images"
 
+    def remote_address(self, path: str) -> str:
+        """The `s3://` address, for people and records, of a path on the remote tier."""
+        prefix = self.s3_prefix.strip("/")
+        return f"s3://{self.s3_bucket}/{prefix}/{path}" if prefix else f"s3://{self.s3_bucket}/{path}"
+
 
 def _rules(config: JobConfig) -> list[tuple[bool, str]]:
     t, c, w, b = config.timers, config.checkpoint, config.weights, config.buffer

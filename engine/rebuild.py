@@ -96,13 +96,10 @@ def plan_rebuild(
     for old, step in step_map.items():
         entry = WeightVersion(version=old, step=step, timeline=newest.timeline)
         ops.append(put(keys.weight_version(old), entry))
-    batches = [
-        Txn((view.same(keys.config),), tuple(ops[at : at + _BATCH])) for at in range(0, len(ops), _BATCH)
-    ]
     first = Txn((view.same(keys.config), view.same(keys.checkpoint_head)), (delete(keys.root, prefix=True),))
     # Once the old keys are gone `config` is absent until the last transaction.
     absent = Compare(keys.config, "create", "=", 0)
-    batches = [Txn((absent,), batch.ops) for batch in batches]
+    batches = [Txn((absent,), tuple(ops[at : at + _BATCH])) for at in range(0, len(ops), _BATCH)]
     last = Txn((absent,), _birth(keys, config, uid, newest, timeline, version, checkpoint))
     return Rebuild(
         job_uid=uid,

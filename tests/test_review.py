@@ -134,7 +134,7 @@ def test_an_upload_that_fails_does_not_end_training(
     told = fail if isinstance(error, NoSpace) else lambda upload: True
     role: Any = SimpleNamespace(membership=SimpleNamespace(incarnation="i"), upload=told)
     tier: Any = SimpleNamespace(path=fail)
-    uploader = Uploader(role, tier, SimpleNamespace(), "s3://b/")  # type: ignore[arg-type]
+    uploader = Uploader(role, tier, SimpleNamespace(), "s3://b/{}".format)  # type: ignore[arg-type]
     if isinstance(error, NoSpace):
         tier.path = lambda path: (_ for _ in ()).throw(error)
     uploader.submit(
