@@ -36,7 +36,7 @@ _PARTS = {
 
 
 # What asks for one of these starts a server, so it is `real` without saying so.
-_SERVERS = {"etcd", "etcd34", "s3", "store", "own_etcd", "etcd3members"}
+_SERVERS = {"etcd", "etcd34", "s3", "store", "own_etcd", "etcd3members", "keyed_s3"}
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
@@ -134,6 +134,14 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     server.start()
     yield server
     server.stop()
+
+
+@pytest.fixture
+def keyed_s3(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    """The object store, with its keys in the environment of this test and its children."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.access_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.secret_key)
+    return s3
 
 
 @pytest.fixture

@@ -27,14 +27,6 @@ from .trainer_jobs import Gang, Job, running_job, wait_until
 pytestmark = pytest.mark.real
 
 
-@pytest.fixture
-def keyed_s3(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
-    """The object store, with its keys in the environment of this test and its children."""
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.access_key)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.secret_key)
-    return s3
-
-
 def newest(job: Job) -> Checkpoint:
     """The newest record."""
     return max(job.view().checkpoints().values(), key=lambda record: record.checkpoint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -38,6 +39,7 @@ def wait_until(condition: Callable[[], Any], timeout_seconds: float = 30.0) -> A
     return found
 
 
+_GANGS = itertools.count()
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["pytest", "tests.trainer_scripts.train"])
 
@@ -162,7 +164,7 @@ class Job:
 
     def start(self, world: int = 2, **options: Any) -> Gang:
         """Start a gang of the script."""
-        out = self.directory / f"gang{len(self._gangs)}.out"
+        out = self.directory / f"gang{next(_GANGS)}.out"  # another job may have used the directory
         gang = Gang(self.config, out, world, options)
         self._gangs.append(gang)
         return gang
