@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -84,3 +88,36 @@ def test_a_violation_is_made_smaller_and_replays_from_its_text() -> None:
         again = msgspec.json.decode(msgspec.json.encode(small), type=Schedule)
         assert run(again).kernel.problems[0].split(": ")[1] == problem.split(": ")[1]
     assert not run(small).kernel.problems
+
+
+def simulate(*options: str) -> tuple[int, dict[str, Any]]:
+    """Run `python -m tests.simulation --json`; its exit code and what it printed."""
+    command = [sys.executable, "-m", "tests.simulation", "--json", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return done.returncode, found
+
+
+@pytest.mark.real
+def test_the_command_fails_below_the_rate_asked_for() -> None:
+    """Too few events a second is a failure of the run, like a violation is; the figures are printed all the same."""
+    code, found = simulate("--seconds", "1", "--no-mutants", "--least-rate", "1e9")
+    assert code == 1
+    assert found["violations"] == []
+    assert found["events"] > 0
+    code, found = simulate("--seconds", "1", "--no-mutants")
+    assert (code, found["violations"]) == (0, [])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_half_an_hour_of_schedules_and_every_mutant() -> None:
+    """No promise breaks in 30 minutes of fresh schedules; each mutant is found within a minute, all within ten."""
+    seed = str(random.SystemRandom().randrange(1 << 40))
+    code, found = simulate("--seconds", "1800", "--seed", seed, "--least-rate", "2000")
+    assert found["violations"] == []
+    assert found["mutants_missed"] == []
+    assert found["mutants_caught"] == f"{len(MUTANTS)}/{len(MUTANTS)}"
+    assert found["mutants_seconds"] <= 600
+    assert code == 0, f"{found['events_per_second']} events/s"
