@@ -1,4 +1,4 @@
-"""`slackwater checkpoints ls`: what could be gone back to, read only."""
+"""`slackwater checkpoints …`: what could be gone back to."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 
 from ..engine.view import View
+from . import cli_manifest, cli_requests
 from .cli_place import (
     ConfigOption,
     EtcdOption,
@@ -29,6 +30,16 @@ app = typer.Typer(no_args_is_help=True, help="The job's checkpoints.")
 @app.callback()
 def _group() -> None:
     """The job's checkpoints."""
+
+
+for command in (
+    cli_manifest.show,
+    cli_manifest.diff,
+    cli_manifest.verify,
+    cli_requests.pin,
+    cli_requests.unpin,
+):
+    app.command()(command)
 
 
 @app.command("ls")

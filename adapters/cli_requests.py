@@ -20,7 +20,7 @@ from ..engine.model import LogEntry, Request, decode
 from ..engine.ports import Compare, StateStore, Txn
 from .cli_place import ConfigOption, EtcdOption, JobOption, Place, find_place, look, opened
 
-__all__ = ["ask", "checkpoint", "hold", "release", "remove", "retry", "rollback"]
+__all__ = ["ask", "checkpoint", "hold", "pin", "release", "remove", "retry", "rollback", "unpin"]
 
 _TRIES = 5
 _ANSWER_SECONDS = 30.0
@@ -80,6 +80,23 @@ def remove(
 ) -> None:
     """Forget a rollout that will not come back."""
     _run(find_place(config, job, etcd), Request(kind="remove", name=name), _ANSWER_SECONDS)
+
+
+NumberArgument = Annotated[int, typer.Argument(min=1, help="The checkpoint's id.")]
+
+
+def pin(
+    number: NumberArgument, config: ConfigOption = None, job: JobOption = None, etcd: EtcdOption = None
+) -> None:
+    """Keep a checkpoint whatever retention says, until `unpin`."""
+    _run(find_place(config, job, etcd), Request(kind="pin", checkpoint=number), _ANSWER_SECONDS)
+
+
+def unpin(
+    number: NumberArgument, config: ConfigOption = None, job: JobOption = None, etcd: EtcdOption = None
+) -> None:
+    """Leave a pinned checkpoint to retention again."""
+    _run(find_place(config, job, etcd), Request(kind="unpin", checkpoint=number), _ANSWER_SECONDS)
 
 
 # -- inside ------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+from .manifest import FileEntry
 from .tensorfile import FileSystem
 
 __all__ = ["FileTier"]
@@ -57,6 +58,10 @@ class FileTier(Protocol):
 
     def leftovers(self, prefix: str = "") -> Iterator[str]:
         """Paths of attempts below `prefix` without `committed.json`; the caller knows which are still being written."""
+        ...
+
+    def verify(self, relative: str, entry: FileEntry) -> Path:
+        """Read a file of an attempt whole; its path when size and digest are as recorded, else `CorruptCheckpoint`."""
         ...
 
     def remove(self, relative: str) -> None:
