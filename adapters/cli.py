@@ -22,9 +22,11 @@ from ..engine.errors import (
 )
 from . import cli_attach, cli_checkpoints, cli_config
 from .cli_coordinator import coordinator
+from .cli_explain import explain
 from .cli_rebuild import rebuild
 from .cli_requests import checkpoint, hold, release, remove, retry, rollback
 from .cli_status import log, status
+from .cli_top import top
 from .cli_up import up
 
 __all__ = ["app", "exit_code", "main"]
@@ -37,7 +39,21 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (coordinator, status, log, checkpoint, rollback, hold, release, remove, retry, rebuild, up):
+for command in (
+    coordinator,
+    status,
+    top,
+    explain,
+    log,
+    checkpoint,
+    rollback,
+    hold,
+    release,
+    remove,
+    retry,
+    rebuild,
+    up,
+):
     app.command()(command)
 app.add_typer(cli_attach.app, name="attach")
 app.add_typer(cli_checkpoints.app, name="checkpoints")

@@ -6,7 +6,9 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from ..engine.follow import Follower
 from ..engine.keys import BUFFER, TRAINER
@@ -26,7 +28,7 @@ from .cli_place import (
     print_json,
 )
 
-__all__ = ["log", "status", "summary"]
+__all__ = ["log", "picture", "status", "summary"]
 
 _ANSWERS: dict[str, int] = {"fence": 0, "restore": 1, "freshness": 2}
 
@@ -41,7 +43,7 @@ def status(
     if json:
         print_json(found)
     else:
-        _show(found)
+        console().print(picture(found))
 
 
 def summary(view: View) -> dict[str, Any]:
@@ -163,29 +165,27 @@ def _round_waits(view: View) -> list[str]:
     return [f"round {round_.round} ({round_.phase}) waits for {', '.join(names)}"] if names else []
 
 
-def _show(found: dict[str, Any]) -> None:
-    out = console()
+def picture(found: dict[str, Any]) -> Group:
+    """A summary as Rich shows it: who leads, the vector, what waits, and a table of participants."""
     leader, vector = found["leader"], found["vector"]
     who = (
         f"{leader['id']} (epoch {leader['epoch']}, {leader['candidates']} candidates)" if leader else "nobody"
     )
-    out.print(
-        f"job {found['job']}  timeline {found['timeline']}  leader {who}", highlight=False, markup=False
-    )
-    out.print(
-        f"step {vector['training_step']}  version {vector['weight_version']}  buffer {vector['buffer_version']}"
-        f"  serving {found['serving']}  checkpoint {found['checkpoint'] or 'none'}",
-        highlight=False,
-    )
-    for reason in found["waits"]:
-        out.print(f"waits: {reason}", style="yellow", highlight=False, markup=False)
+    lines = [
+        Text(f"job {found['job']}  timeline {found['timeline']}  leader {who}"),
+        Text(
+            f"step {vector['training_step']}  version {vector['weight_version']}  buffer {vector['buffer_version']}"
+            f"  serving {found['serving']}  checkpoint {found['checkpoint'] or 'none'}"
+        ),
+        *(Text(f"waits: {reason}", style="yellow") for reason in found["waits"]),
+    ]
     table = Table("participant", "health", "state", "step", "version", "route", "waits for")
     for one in found["participants"]:
         values = (
             one[key] for key in ("name", "health", "state", "step", "weight_version", "route", "waits_for")
         )
-        table.add_row(*("" if value is None else str(value) for value in values))
-    out.print(table)
+        table.add_row(*(Text("" if value is None else str(value)) for value in values))
+    return Group(*lines, table)
 
 
 # -- history -----------------------------------------------------------------------------------------------
