@@ -21,6 +21,7 @@ from ..engine.errors import (
     Unavailable,
 )
 from . import cli_attach, cli_checkpoints, cli_config
+from .cli_advise import advise
 from .cli_coordinator import coordinator
 from .cli_explain import explain
 from .cli_rebuild import rebuild
@@ -44,6 +45,7 @@ for command in (
     status,
     top,
     explain,
+    advise,
     log,
     checkpoint,
     rollback,

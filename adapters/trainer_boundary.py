@@ -37,7 +37,7 @@ class Boundary:
                 return Command("hold", payload=b"etcd does not show our own write yet")
         directive = role.directive(view)
         role.state = "held" if directive.kind == "hold" else "training"
-        role.report(view, waits_for=directive.reason)
+        role.report(view, waits_for=directive.reason, metrics=dict(self._seat.figures))
         if directive.kind == "go":
             self._seat.say("")
             return Command("go")

@@ -59,7 +59,9 @@ class Cutter:
         )
         writer.submit(job)
         if seat.steward is not None and header is not None:
-            seat.steward.rounds.begin(OpenSave(header=header, token=command.token, path=path))
+            blocked_s = time.perf_counter() - started
+            save = OpenSave(header=header, token=command.token, path=path, blocked_s=blocked_s)
+            seat.steward.rounds.begin(save)
         seat.log.info("cut", round=command.round, step=seat.step, snapshot_s=round(snapshot_s, 4))
 
     def _snapshot(self, command: Command) -> tuple[Capture, Staged] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from ..engine.boundary import Directive
@@ -26,7 +27,7 @@ class Publication:
 
         Returns whether it was accepted, the same on every rank. Blocks, also for as long as the outcome is unknown.
         """
-        seat = self._seat
+        seat, started = self._seat, time.perf_counter()
         plan = seat.ask(lambda steward: self._plan(steward, cut))
         record, directory, attempt = None, Path(), ""
         error: SlackwaterError | None = None
@@ -43,7 +44,10 @@ class Publication:
                 return Command("done", round=0)
             return Command("done", round=int(self._offer(steward, cut, path, record, directory, attempt)))
 
-        return bool(seat.ask(offer).round)
+        accepted = bool(seat.ask(offer).round)
+        if accepted and plan.kind == "publish":
+            seat.figures["publish_blocked_s"] = round(time.perf_counter() - started, 4)
+        return accepted
 
     def _plan(self, steward: Steward, cut: Directive | None) -> Command:
         """A cut of the very weights that were published last needs no second image."""
@@ -75,7 +79,10 @@ class Publication:
                 path=path,
             )
             accepted = done is not None
-        except (Unavailable, NoSpace):  # a full etcd may have taken an earlier try
+        except (
+            Unavailable,
+            NoSpace,
+        ):  # a lost reply, or a try before it that etcd took while it still had space
             accepted = self.settle(steward)
         except (LeaseLost, DeadlineExceeded) as error:
             seat.log.warning("not published", reason=str(error))

@@ -38,11 +38,12 @@ _REASON_SECONDS = 1.0  # how long the leader's log line about an abort is waited
 
 @dataclass(kw_only=True)
 class OpenSave:
-    """One accepted cut whose round is still open."""
+    """One accepted cut whose round is still open; `blocked_s` is how long training stood for it."""
 
     header: Header
     token: int
     path: str
+    blocked_s: float
     parts: dict[int, bytes] = field(default_factory=dict)
     failure: str = ""
     ended_at: float = 0.0
@@ -180,6 +181,7 @@ class RoundDriver:
             version=round_.version,
             host=socket.gethostname(),
             path=save.path,
+            statistics={"blocked_s": round(save.blocked_s, 4)},
             **fields,  # type: ignore[arg-type]  # checked by the record's own types where they are made
         )
         self._role.vote(save.token, vote)

@@ -21,6 +21,7 @@ class Seat:
     """What all parts of a `Trainer` share. `steward` is rank 0's alone, and there only while the job is joined.
 
     `step` counts optimizer updates; `is_new` says that nothing was trained or restored since the script made its state.
+    `figures` go into `alive/trainer` as its metrics: the newest of each, units in their names.
     """
 
     def __init__(self, config: JobConfig, gang: Gang) -> None:
@@ -30,6 +31,7 @@ class Seat:
         self.timeline = 0
         self.incarnation = ""
         self.is_new = True
+        self.figures: dict[str, float] = {}
         self.log: Any = structlog.get_logger().bind(participant="trainer", rank=gang.rank)
         self._said = ""
 

@@ -254,7 +254,14 @@ def commit(view: View, round_: Round, seal: Vote) -> Action:
     text = (
         f"checkpoint {number} committed: step {round_.step}, version {round_.version}, round {round_.round}"
     )
-    fields = {"checkpoint": number, "round": round_.round, "step": round_.step, "version": round_.version}
+    fields: dict[str, object] = {
+        "checkpoint": number,
+        "round": round_.round,
+        "step": round_.step,
+        "version": round_.version,
+        "size_bytes": seal.size_bytes,
+        "blocked_s": seal.statistics.get("blocked_s"),
+    }
     return Action(f"commit {number}", compares, tuple(ops), ("commit", text, fields))
 
 

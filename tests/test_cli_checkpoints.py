@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from slackwater.adapters.cli_manifest import compare
+from slackwater.adapters.explain import history
 from slackwater.backends.embedded import EtcdCluster, S3Server
 from slackwater.engine.manifest import Manifest, TensorEntry, VersionVector
 from tests.test_bad_input import refused, slackwater
@@ -80,6 +81,8 @@ def test_show_diff_verify_and_pin(saved: Saved) -> None:
     assert saved.ask("unpin", "1").returncode == 0
     assert not saved.job.view().checkpoints()[1].pinned
     refused(saved.ask("pin", "7"), "no checkpoint 7")
+    commits = [entry for entry in history(saved.job.view()) if entry.kind == "commit"]
+    assert all(0 < entry.fields["blocked_s"] < 30 for entry in commits)
     refused(saved.ask("show", "7"), "no checkpoint 7", "1, 2")
 
 

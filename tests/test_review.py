@@ -58,7 +58,7 @@ def make_driver(link: Link, tier: Any = None) -> RoundDriver:
 def make_save(number: int, token: int) -> OpenSave:
     """A save of a round."""
     header: Any = SimpleNamespace(round=number, job="job", job_uid="u")
-    return OpenSave(header=header, token=token, path=f"job/u/t1/s1-r{number}-a")
+    return OpenSave(header=header, token=token, path=f"job/u/t1/s1-r{number}-a", blocked_s=0.1)
 
 
 def aborted(number: int) -> tuple[str, Record]:
