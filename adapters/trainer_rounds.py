@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -33,8 +32,6 @@ from .trainer_link import PartLink
 
 __all__ = ["OpenSave", "RoundDriver", "committed_bytes"]
 
-_REASON_SECONDS = 1.0  # how long the leader's log line about an abort is waited for
-
 
 @dataclass(kw_only=True)
 class OpenSave:
@@ -46,7 +43,6 @@ class OpenSave:
     blocked_s: float
     parts: dict[int, bytes] = field(default_factory=dict)
     failure: str = ""
-    ended_at: float = 0.0
 
 
 class RoundDriver:
@@ -198,10 +194,6 @@ class RoundDriver:
             self._committed(record)
         else:
             reason = save.failure or _abort_reason(view, number)
-            now = time.monotonic()
-            save.ended_at = save.ended_at or now
-            if not reason and now - save.ended_at < _REASON_SECONDS:
-                return  # the leader writes its reason a moment after the abort
             self._link.tell(number, reason or "the round was aborted")
             if self._world_size > 1 or not reason:
                 self._log.warning("round aborted", round=number, reason=reason)

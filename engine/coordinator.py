@@ -16,16 +16,14 @@ from .election import Candidate
 from .errors import (
     AuthFailed,
     ConfigError,
-    Conflict,
     NoSpace,
-    SlackwaterError,
     StoreError,
     StoreRewound,
     Unavailable,
 )
 from .follow import Follower
 from .keys import Keys
-from .ports import Compare, Delete, Op, StateStore, Txn
+from .ports import Compare, Delete, Op, Put, StateStore, Txn, TxnResult
 from .session import Session
 from .settings import read_config
 from .view import FirstSeen, View
@@ -33,14 +31,14 @@ from .view import FirstSeen, View
 __all__ = ["Coordinator"]
 
 LOG_ENTRIES = 2000
-_TRIM_BATCH = 50
+_MOST_OPS = 64  # in one transaction
 
 
 class Coordinator:
     """One replica. Any number may run; the oldest candidate leads. No thread inside: call `step` in a loop.
 
-    `session` is opened by the caller and renewed by its keeper (or by a simulator). The replica never acts on a view
-    that is not newer than its own last write.
+    `session` is opened by the caller and renewed by its keeper (or by a simulator). A decision made from a view older
+    than our own last write does nothing: its guards name what it saw.
     """
 
     def __init__(
@@ -64,6 +62,7 @@ class Coordinator:
         self._led = False
         self._campaigned = False
         self._stuck = ""
+        self._line = 0  # the last line of history that we wrote: the view may be older
         self._log = structlog.get_logger().bind(job=keys.job, **identity)
 
     @property
@@ -168,29 +167,43 @@ class Coordinator:
         return self._config[1]
 
     def _apply(self, view: View, action: Action) -> bool:
-        txn = Txn((self._candidate.guard(), *action.compares), action.ops)
-        self._session.check()  # the one before may have taken long
+        """Try one decision, with its line of history in the same transaction."""
+        number = self._next_line(view)
+        entry = self._entry(view, action)
+        compares: tuple[Compare, ...] = (self._candidate.guard(), *action.compares)
+        bare = Txn(compares, action.ops)
+        told = bare
+        if entry is not None:
+            key = self._keys.log(number)
+            lines = (put(key, entry), *self._oldest_lines(view, _MOST_OPS - 1 - len(action.ops)))
+            told = Txn((*compares, Compare(key, "create", "=", 0)), (*action.ops, *lines))
         try:
-            result = self._store.txn(txn)
+            result = self._send(told)
         except NoSpace as error:
-            self._log.error("etcd is over its quota", action=action.name, error=str(error))
-            return False
-        except Conflict:
-            return False
+            if entry is None or any(isinstance(op, Put) for op in action.ops):
+                self._log.error("etcd is over its quota", action=action.name, error=str(error))
+                return False
+            # What only deletes must work in a full store too, and its line of history cannot.
+            self._log.error("etcd is over its quota: history not written", text=entry.text, error=str(error))
+            entry, result = None, self._send(bare)
         if not result.succeeded:
             self._log.debug("overtaken", action=action.name)
             return False
         self._log.debug("applied", action=action.name, revision=result.revision)
-        if action.log is not None:
-            self._write_log(view, action)
+        if entry is not None:
+            self._line = number
+            self._log.info(entry.text, kind=entry.kind)
         return True
 
-    def _write_log(self, view: View, action: Action) -> None:
+    def _send(self, txn: Txn) -> TxnResult:
+        self._session.check()  # the one before may have taken long
+        return self._store.txn(txn)
+
+    def _entry(self, view: View, action: Action) -> model.LogEntry | None:
         if action.log is None:
-            return
+            return None
         kind, text, fields = action.log
-        self._log.info(text, kind=kind)
-        entry = model.LogEntry(
+        return model.LogEntry(
             kind=kind,
             text=text,
             fields=fields,
@@ -198,18 +211,17 @@ class Coordinator:
             epoch=self._candidate.epoch,
             at=_now(),
         )
-        try:
-            found = self._store.range(self._keys.logs)
-            number = int(found.kvs[-1].key.rsplit("/", 1)[1]) + 1 if found.kvs else 1
-            key = self._keys.log(number)
-            ops: list[Op] = [put(key, entry)]
-            if len(found.kvs) > LOG_ENTRIES:
-                ops += [Delete(kv.key) for kv in found.kvs[:_TRIM_BATCH]]
-            self._session.check()
-            self._store.txn(Txn((self._candidate.guard(), Compare(key, "create", "=", 0)), tuple(ops)))
-        except SlackwaterError as error:
-            # History is for people; losing a line of it must not stop the job.
-            self._log.warning("history not written", error=str(error))
+
+    def _next_line(self, view: View) -> int:
+        """The number after the last line that there is; a line that nobody saw yet fails the transaction's compare."""
+        lines = view.keys_under(self._keys.logs)
+        seen = int(lines[-1].rsplit("/", 1)[1]) if lines else 0
+        return max(seen, self._line) + 1
+
+    def _oldest_lines(self, view: View, room: int) -> list[Op]:
+        """Deletions of lines beyond the bound, as many as the transaction has room for."""
+        lines = view.keys_under(self._keys.logs)
+        return [Delete(key) for key in lines[: min(max(0, len(lines) - LOG_ENTRIES), max(0, room))]]
 
 
 def _now() -> str:

@@ -15,6 +15,7 @@ from .model import Checkpoint, Hold, Serving, Upload
 from .recovery import decide_recovery
 from .retention import decide_retention
 from .rounds import decide_round
+from .stepmap import decide_step_map
 from .view import FirstSeen, View
 from .wishes import decide_requests
 
@@ -38,6 +39,7 @@ def decide(view: View, seen: FirstSeen, now: float, config: JobConfig) -> list[A
     actions += _serving(view)
     actions += _durable(view)
     actions += decide_retention(view, config)
+    actions += decide_step_map(view, config)
     return actions
 
 

@@ -37,9 +37,16 @@ class StepMap:
         self.training_step = training_step
 
     def lag(self, version: int) -> int:
-        """Training steps that this version is behind the trainer; 0 for one not known yet."""
+        """Training steps that this version is behind the trainer; 0 for one not known yet.
+
+        For one that was trimmed it is the least that it can be: one more than the oldest known.
+        """
         step = self.versions.get(version)
-        return 0 if step is None else self.training_step - step
+        if step is not None:
+            return self.training_step - step
+        if not self.versions or version > min(self.versions):
+            return 0
+        return self.training_step - self.versions[min(self.versions)] + 1
 
     def verdict(self, version: int, max_staleness_steps: int) -> Verdict:
         """Judge a sample by its oldest version. Without any step map everything is fresh."""

@@ -85,14 +85,18 @@ class View:
             known = self._under[prefix, kind] = self._find_under(prefix, kind)
         return dict(known)
 
-    def _find_under(self, prefix: str, kind: type[R]) -> dict[str, R]:
+    def keys_under(self, prefix: str) -> list[str]:
+        """The keys below a prefix, in order."""
         if self._sorted is None:
             self._sorted = sorted(self.kvs)
+        first = last = bisect_left(self._sorted, prefix)
+        while last < len(self._sorted) and self._sorted[last].startswith(prefix):
+            last += 1
+        return self._sorted[first:last]
+
+    def _find_under(self, prefix: str, kind: type[R]) -> dict[str, R]:
         found: dict[str, R] = {}
-        for at in range(bisect_left(self._sorted, prefix), len(self._sorted)):
-            key = self._sorted[at]
-            if not key.startswith(prefix):
-                break
+        for key in self.keys_under(prefix):
             if prefix == self.keys.requests and not self.is_readable(key, kind):
                 continue  # a person's slip of the pen decides nothing
             record = self.record(key, kind)

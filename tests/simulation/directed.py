@@ -32,7 +32,7 @@ def _every(first: float, step: float, times: int, *faults: Fault) -> tuple[Fault
     )
 
 
-# A leader stands still for longer than its lease with a line of history on its way, another leads meanwhile.
+# A leader stands still for longer than its lease with a decision and its history on their way, another leads meanwhile.
 _stale_leader = _schedule(
     Fault(20.0, "hold"),
     Fault(24.0, "dam", "coordinator", 7.0, on="coordinator log/", before=True, key="log/"),
@@ -68,9 +68,16 @@ _late_answers = _schedule(
     ),
 )
 
-# The leader stands still beyond its lease right after a commit, with the line of history still to be written.
+# The leader stands still beyond its lease in the middle of its decisions: two rollouts are silent at once.
 _sleepy_leader = _schedule(
-    *_every(12.0, 9.0, 5, Fault(0.0, "pause", "leader", 4.5, on="coordinator checkpoints/")),
+    *_every(
+        10.0,
+        14.0,
+        4,
+        Fault(0.0, "beat", "rollout-0", 6.0),
+        Fault(0.0, "beat", "rollout-1", 6.0),
+        Fault(0.5, "pause", "leader", 4.5, on="coordinator health/"),
+    ),
 )
 
 # An operator goes back in the very moment in which the manifest is sealed: both are in one view of the leader.

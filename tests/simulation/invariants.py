@@ -72,8 +72,11 @@ class Invariants:
             self._judge(before, changes)
 
     def _judge(self, before: dict[str, Any], changes: dict[str, Any]) -> None:
+        self._told(before, changes)
         for key, value in changes.items():
             if value is None:
+                if key.startswith("weights/version/"):
+                    self._forgotten(before[key])
                 continue
             if key.startswith("checkpoints/"):
                 self._checkpoint(before, key, value)
@@ -102,6 +105,15 @@ class Invariants:
             self._frozen_since = -1.0
         elif self._frozen_since < 0:
             self._frozen_since = self.world.kernel.now
+
+    def _told(self, before: dict[str, Any], changes: dict[str, Any]) -> None:
+        """What decides about the past has its line of history in the very same transaction."""
+        lines = {record["kind"] for key, record in changes.items() if key.startswith("log/") and record}
+        created = [key for key in changes if key.startswith("checkpoints/") and key not in before]
+        if created and "commit" not in lines:
+            self.fail("history", f"{created[0]} without its line")
+        if before.get("timeline") and changes.get("timeline") and "recovery" not in lines:
+            self.fail("history", f"timeline {changes['timeline']['timeline']} without its line")
 
     @property
     def timeline(self) -> int:
@@ -219,6 +231,24 @@ class Invariants:
         for other, found in self._versions.items():
             if other != number and found["attempt"] == record["attempt"]:
                 self.fail("I3", f"versions {other} and {number} are one publication")
+
+    def _forgotten(self, version: dict[str, Any]) -> None:
+        """A version's record goes: nobody may look it up any more, not even for an old sample."""
+        number = version["version"]
+        named = {"routes/": "version", "checkpoints/": "weight_version", "pins/": "version"}
+        holders = [
+            (key, record[field])
+            for key, record in self.now.items()
+            for prefix, field in named.items()
+            if key.startswith(prefix)
+        ]
+        holders += [(k, self.now[k]["version"]) for k in ("weights/head", "freeze") if k in self.now]
+        if any(k.startswith("weights/version/") and r["version"] < number for k, r in self.now.items()):
+            self.fail("I3", f"version {number} is forgotten before an older one")
+        slack = self.world.config.max_staleness_steps
+        for key, needed in holders:
+            if needed and self._versions[needed]["step"] - slack <= version["step"]:
+                self.fail("I12", f"version {number} is forgotten, {key} needs {needed} and samples near it")
 
     def _route(self, key: str, record: dict[str, Any]) -> None:
         name = key.split("/", 1)[1]

@@ -17,6 +17,7 @@ from slackwater.engine import (
     beat,
     boundary,
     bufferrole,
+    coordinator,
     decide,
     election,
     liveness,
@@ -26,6 +27,7 @@ from slackwater.engine import (
     rolloutrole,
     rounds,
     session,
+    stepmap,
     trainerrole,
     view,
     wishes,
@@ -540,6 +542,28 @@ def _mark_unguarded() -> Patch:
         return [_replaced(a, compares=()) if a.name.startswith("mark") else a for a in found]
 
     return [(decide, "decide_retention", patched)]
+
+
+def _step_map_for_the_fleet_only() -> Patch:
+    original = stepmap._referred
+    return [
+        (stepmap, "_referred", lambda v: original(v) - {c.weight_version for c in v.checkpoints().values()})
+    ]
+
+
+def _step_map_without_samples() -> Patch:
+    original = stepmap.expendable_versions
+    return [
+        (
+            stepmap,
+            "expendable_versions",
+            lambda versions, referred, keep, _: original(versions, referred, keep, 0),
+        )
+    ]
+
+
+def _history_untold() -> Patch:
+    return [(coordinator.Coordinator, "_entry", lambda self, view_, action: None)]
 
 
 def _routes_not_compared() -> Patch:
